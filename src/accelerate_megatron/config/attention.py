@@ -1,0 +1,82 @@
+"""Which attention is run, and in which precision its softmax is. Values in, values out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate_megatron.config.plugin_fields import FALSE_WORDS, TRUE_WORDS
+from accelerate_megatron.models.shape import ModelShape
+
+_SDPA = ("none", *TRUE_WORDS, "auto", "sdpa")
+_UNFUSED = (*FALSE_WORDS, "unfused", "local")
+_NOT_HERE = ("flash", "fused")
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How the core attention is computed.
+
+    Attributes:
+        fused: By torch's scaled dot product attention; False: as two matrix products with the
+            scores [b, heads, s, s] between them.
+        softmax_in_fp32: Whether the softmax of the scores is fp32. Fused kernels always do that.
+    """
+
+    fused: bool = True
+    softmax_in_fp32: bool = True
+
+
+def resolve_attention(plugin: Any) -> AttentionSettings:
+    """Return what the plugin's two fields, which have been checked, ask for."""
+    return AttentionSettings(
+        fused=str(plugin.attention_backend).lower() in _SDPA,
+        softmax_in_fp32=plugin.attention_softmax_in_fp32,
+    )
+
+
+def backend_problem(backend: Any) -> str:
+    """Return why `attention_backend` cannot be `backend`; empty when it can."""
+    word = str(backend).lower()
+    if word in (*_SDPA, *_UNFUSED):
+        return ""
+    if word in _NOT_HERE:
+        return (
+            f"MegatronLMPlugin.attention_backend is {backend!r}, a kernel of Transformer Engine's, "
+            "whose layers are not used here. Leave it out: torch's scaled dot product attention "
+            "takes the best kernel of the device; 'unfused' is the plain one."
+        )
+    return (
+        f"MegatronLMPlugin.attention_backend is {backend!r}; it must be True, 'auto' or 'sdpa' "
+        "(torch's scaled dot product attention), or False, 'unfused' or 'local' (matrix products)."
+    )
+
+
+def softmax_problems(plugin: Any, shape: ModelShape, precision: str) -> list[str]:
+    """Return why a softmax outside fp32 would have no effect; empty when it has, or is not asked.
+
+    Args:
+        plugin: The plugin.
+        shape: The model's.
+        precision: `mixed_precision`.
+    """
+    if plugin.attention_softmax_in_fp32:
+        return []
+    start = "attention_softmax_in_fp32 is False, but "
+    problems = []
+    if resolve_attention(plugin).fused:
+        problems.append(
+            f"{start}torch's fused attention always has its softmax in fp32. Set "
+            "attention_backend='unfused', or leave attention_softmax_in_fp32 out."
+        )
+    if precision == "no":
+        problems.append(
+            f"{start}mixed_precision is 'no', so that all is fp32. Set mixed_precision to 'bf16' "
+            "or 'fp16', or leave attention_softmax_in_fp32 out."
+        )
+    if shape.scale_attention_by_layer:
+        problems.append(
+            f"{start}the model scales its attention by layer (scale_attn_by_inverse_layer_idx), "
+            "which needs fp32. Leave attention_softmax_in_fp32 out."
+        )
+    return problems
