@@ -1,0 +1,51 @@
+"""SIGTERM, as a cluster sends it before it takes the machine: save after the step, and end well."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate_megatron.log import get_logger, is_logging_rank
+
+logger = get_logger(__name__)
+
+
+class Preemption:
+    """Notes SIGTERM, and ends the job when all ranks are between two steps."""
+
+    def __init__(self, accelerator: Any) -> None:
+        """Take over the signal. Only in the main thread, where signals come in."""
+        self._accelerator = accelerator
+        self._is_asked = False
+        self.is_installed = threading.current_thread() is threading.main_thread()
+        if self.is_installed:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _signal: int, _frame: FrameType | None) -> None:
+        self._is_asked = True
+
+    def after_step(self) -> None:
+        """Save and leave if any rank got the signal. Every rank calls it after the same step.
+
+        The signal reaches the ranks at different moments: they agree, by one number over all.
+
+        Raises:
+            SystemExit: With status 0, after the checkpoint is complete.
+        """
+        if not self._accelerator._running.model.training:
+            return
+        flag = torch.tensor([float(self._is_asked)], device=self._accelerator.device)
+        dist.all_reduce(flag)
+        if flag.item() == 0:
+            return
+        folder = self._accelerator.save_state()
+        self._accelerator.wait_for_save()
+        if is_logging_rank():
+            logger.warning("Got SIGTERM: saved %s and ended.", folder)
+        dist.barrier()
+        raise SystemExit(0)
