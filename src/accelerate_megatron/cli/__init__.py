@@ -1,0 +1,1 @@
+"""The command line: `accelerate-megatron COMMAND`, one file per command."""

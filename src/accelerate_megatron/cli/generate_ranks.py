@@ -1,0 +1,71 @@
+"""What each rank of `accelerate-megatron generate` does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TextStreamer,
+)
+
+from accelerate_megatron import Accelerator
+from accelerate_megatron.cli.jobs import settings_of_rank, write_report
+
+
+def main() -> None:
+    """Continue the prompts one after another; the main process prints or reports them."""
+    settings = settings_of_rank()
+    accelerator = Accelerator()
+    model = _load(accelerator, settings)
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    rows = []
+    for prompt in settings["prompts"]:
+        rows.append(_continue(model, tokenizer, prompt, accelerator, settings))
+    if accelerator.is_main_process:
+        write_report(settings, {"generated": rows})
+    accelerator.wait_for_everyone()
+
+
+def _load(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
+    folder = Path(settings["configs"])
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    if (folder / "generation_config.json").is_file():
+        empty.generation_config = GenerationConfig.from_pretrained(folder)
+    if settings["checkpoint"] is None:
+        return accelerator.prepare(empty, weights=settings["weights"])
+    prepared = accelerator.prepare(empty)
+    accelerator.load_state(settings["checkpoint"])
+    return prepared
+
+
+def _continue(
+    model: Any, tokenizer: Any, prompt: str, accelerator: Accelerator, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the prompt with its continuation, and how long it took."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64)
+    streamer = None
+    if settings["streams"] and accelerator.is_main_process:
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    started = time.perf_counter()
+    tokens = model.megatron_generate(ids, streamer=streamer, **settings["asked"])[0]
+    seconds = time.perf_counter() - started
+    return {
+        "prompt": prompt,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": tokens.tolist(),
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
