@@ -1,0 +1,139 @@
+"""`generate` continues text with the model of a folder or a checkpoint, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from accelerate_megatron.cli import generate, generate_ranks
+from accelerate_megatron.cli.main import main
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_models import VOCAB_SIZE, TinyModel
+
+RECIPE = TinyModel("llama", changes={"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with a tokenizer of whole words: w0, w1, ..."""
+    path = tmp_path_factory.mktemp("llama")
+    RECIPE.build().save_pretrained(path)
+    words = models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(path)
+    return path
+
+
+def on_rank(settings: str) -> str:
+    """Run the job on this rank; return what it printed."""
+    import contextlib
+    import io
+
+    sys.argv = ["generate_ranks", settings]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        generate_ranks.main()
+    return printed.getvalue()
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Let jobs run on two ranks; what each of them prints comes here."""
+    texts: list[str] = []
+
+    def run_job(module: str, settings: dict[str, Any], flags: list[str]) -> Any:
+        assert module == "accelerate_megatron.cli.generate_ranks"
+        assert flags == ["--pp_degree", "2", "--mixed_precision", "no"]
+        report = tmp_path / "report.json"
+        path = tmp_path / "settings.json"
+        path.write_text(json.dumps({**settings, "report": str(report)}))
+        env = {"ACCELERATE_USE_CPU": "true", "MEGATRON_LM_PP_DEGREE": "2"}
+        texts.extend(run_ranks(on_rank, str(path), num_ranks=2, env=env))
+        return json.loads(report.read_text())
+
+    monkeypatch.setattr(generate, "run_job", run_job)
+    return texts
+
+
+def continuation(prompt: list[int], **asked: Any) -> str:
+    model = RECIPE.build().eval()
+    tokens = model.generate(
+        torch.tensor([prompt]), do_sample=False, use_cache=True, pad_token_id=0, **asked
+    )
+    return " ".join(f"w{token}" for token in tokens[0].tolist())
+
+
+def test_it_streams_each_prompt_on_the_main_process(folder: Path, printed: list[str]) -> None:
+    words = ["--prompt", "w5 w6", "--prompt", "w7", "--max_new_tokens", "6", "--pp_degree", "2"]
+
+    assert main(["generate", str(folder), *words]) == 0
+
+    wanted = [continuation(prompt, max_new_tokens=6) for prompt in ([5, 6], [7])]
+    assert printed[0] == ""
+    assert printed[1].split("\n") == [*wanted, ""]
+
+
+def test_json_and_beams_come_at_the_end(folder: Path, printed: list[str], capsys) -> None:
+    words = ["--prompt", "w5 w6", "--max_new_tokens", "6", "--pp_degree", "2", "--num_beams", "3"]
+    wanted = continuation([5, 6], max_new_tokens=6, num_beams=3)
+
+    assert main(["generate", str(folder), *words]) == 0
+    assert capsys.readouterr().out == wanted + "\n"
+    assert main(["generate", str(folder), *words, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["generated"]
+
+    assert (row["prompt"], row["text"]) == ("w5 w6", wanted)
+    assert set(printed) == {""}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["--max_new_tokens", "0"], "max_new_tokens is 0"),
+        (["--tokenizer", "/nowhere"], "/nowhere holds no tokenizer; name its folder"),
+        (["--top_p", "0.5", "--num_beams", "2"], "num_beams is 2 together with top_p"),
+    ],
+)
+def test_misuse_is_told_before_ranks_are_started(
+    folder: Path, words: list[str], message: str, capsys
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(folder), "--prompt", "w5", *words])
+
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", str(tmp_path), "--prompt", "w5"])
+
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def save_checkpoint(folder: str, output: str) -> None:
+    from accelerate_megatron import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(RECIPE.build())
+    accelerator.save_state(output)
+
+
+def test_a_checkpoint_continues_like_its_model(
+    folder: Path, printed: list[str], tmp_path: Path
+) -> None:
+    run_ranks(save_checkpoint, str(folder), str(tmp_path / "ckpt"), num_ranks=1)
+    words = ["--prompt", "w5 w6", "--max_new_tokens", "6", "--pp_degree", "2"]
+
+    assert main(["generate", str(tmp_path / "ckpt"), "--tokenizer", str(folder), *words]) == 0
+
+    assert printed[1] == continuation([5, 6], max_new_tokens=6) + "\n"
