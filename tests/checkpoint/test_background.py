@@ -1,0 +1,168 @@
+"""`async_save`: training goes on while files are written, and all else is as without it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_megatron.checkpoint import files, saving
+from accelerate_megatron.errors import CheckpointError
+from tests.checkpoint.test_resume import DIST, GPT2, check_equal
+from tests.checkpoint.training import Run, make, train
+from tests.faults.test_jobs import REPOSITORY, end, start
+from tests.helpers.ranks import run_ranks
+from tests.parity.training import LayoutCase
+
+ASYNC = {"other_megatron_args": {"async_save": True}}
+IN_BACKGROUND = Run(LayoutCase(2, DIST), GPT2, plugin=ASYNC)
+
+
+def _train_while_writing(run: Run, folder: str) -> dict[str, Any]:
+    """Save after update 3, and let the files be written only after two more updates."""
+    may_write = threading.Event()
+    real = saving.write_capture
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return real(*args)
+
+    saving.write_capture = write_later
+    accelerator, model, _, loader, counter = make(run)
+    seen: dict[str, Any] = {"losses": [], "was there": []}
+    model.train()
+    for batch in loader:
+        seen["losses"].append(model(**batch).loss.item())
+        counter.steps += 1
+        seen["was there"].append(Path(folder).exists())
+        if counter.steps == 3:
+            accelerator.save_state(folder)
+        if counter.steps == 5:
+            break
+    may_write.set()
+    accelerator.end_training()
+    seen["is there"] = Path(folder, "manifest.json").is_file()
+    return seen
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_that_resumes_exactly(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    whole = run_ranks(train, replace(IN_BACKGROUND, plugin={}), num_ranks=2)
+
+    saved = run_ranks(_train_while_writing, IN_BACKGROUND, folder, num_ranks=2)
+    resumed = run_ranks(train, replace(IN_BACKGROUND, load=folder), num_ranks=2)
+
+    for seen, rank in zip(saved, whole, strict=True):
+        assert seen["losses"] == rank.losses[:5]
+        assert seen["was there"] == [False] * 5
+        assert seen["is there"]
+    for rest, rank in zip(resumed, whole, strict=True):
+        rest.counter["average"] = rank.counter["average"]  # not counted by the loop above
+    check_equal(whole, resumed, 3)
+
+
+def _fail_once(run: Run, rank: int) -> dict[str, Any]:
+    """Save after each of the first two updates; the second save fails on one rank."""
+    accelerator, model, _, loader, _ = make(run)
+    real = files.HashingFile.write
+    seen: dict[str, Any] = {"raised at": [], "updates": 0}
+
+    def fail(*_args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    model.train()
+    for step, batch in enumerate(loader):
+        try:
+            model(**batch)
+        except CheckpointError as error:
+            seen["raised at"].append(step)
+            seen["error"] = str(error)
+            files.HashingFile.write = real  # type: ignore[method-assign]
+            model(**batch)
+        accelerator.wait_for_save()
+        if step == 1 and accelerator.process_index == rank:
+            files.HashingFile.write = fail  # type: ignore[method-assign]
+        if step < 2:
+            accelerator.save_state()
+        if step == 1:
+            accelerator._background_save._thread.join()
+            accelerator.wait_for_everyone()
+    accelerator.save_state()
+    accelerator.end_training()
+    seen["updates"] = model.session.num_updates
+    return seen
+
+
+def test_an_error_is_raised_in_the_next_update_on_every_rank_and_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = Run(LayoutCase(2), plugin=ASYNC, project=str(tmp_path), shuffle=False)
+
+    ranks = run_ranks(_fail_once, run, 1, num_ranks=2)
+
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["raised at"] == [2]
+    assert "checkpoint_1 could not be written" in ranks[0]["error"]
+    assert "rank 1" in ranks[0]["error"]
+    assert ranks[0]["updates"] == 5
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [".lock", "checkpoint_0", "checkpoint_1", "latest"]
+
+
+def _save_at_once(run: Run) -> list[str]:
+    """Save four times without a pause; return what the threads did, in order."""
+    told: list[str] = []
+    real_write, real_commit = saving.write_capture, saving.commit
+
+    def write(*args: Any) -> Any:
+        told.append("begin")
+        return real_write(*args)
+
+    def commit(*args: Any) -> Any:
+        real_commit(*args)
+        told.append("end")
+
+    saving.write_capture, saving.commit = write, commit  # type: ignore[assignment]
+    accelerator, model, _, loader, _ = make(run)
+    model.train()
+    model(**next(iter(loader)))
+    for _ in range(4):
+        accelerator.save_state()
+    accelerator.end_training()
+    return told
+
+
+def test_saves_do_not_overlap_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+    run = Run(LayoutCase(2), plugin=ASYNC, project=str(tmp_path), total_limit=2)
+
+    told, _ = run_ranks(_save_at_once, run, num_ranks=2)
+
+    assert told == ["begin", "end"] * 4
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [".lock", "checkpoint_2", "checkpoint_3", "latest"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "checkpoint_3\n"
+
+
+SCRIPT = str(REPOSITORY / "tests/checkpoint/ending.py")
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+    status, output = end(start(2, tmp_path, "good", script=SCRIPT))
+
+    assert status == 0, output[-4000:]
+    assert (tmp_path / "checkpoints/latest").read_text() == "checkpoint_0\n"
+
+
+@pytest.mark.slow
+def test_a_script_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> None:
+    status, output = end(start(2, tmp_path, "bad", script=SCRIPT))
+
+    assert status == 1, output[-4000:]
+    assert "The last checkpoint could not be written" in output
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
