@@ -1,0 +1,194 @@
+"""Generating with a cache, through us and through transformers' `generate`, side by side.
+
+    python benchmarks/generate.py --size small --family llama --batch 1 8 --pairs 3
+
+Both sides hold the same weights in one process, continue the same prompts greedily with as many
+threads, and take turns. A streamer notes when each token comes. Prints a JSON line for each turn,
+with the median milliseconds per token over each 64 tokens of length, and one per batch size that
+sums up. The CPU time of the process, all threads together, is less moved by other jobs on the
+machine than the time that passes; it includes reading the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from accelerate_megatron import Accelerator
+
+SIDES = ("accelerate-megatron", "transformers")
+BUCKET = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model: GPT-2, or a Llama with a quarter of the key/value heads."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    vocab_size: int
+
+
+SIZES = {
+    "tiny": Size(64, 2, 4, 512),
+    "small": Size(512, 8, 8, 8192),
+    "base": Size(768, 12, 12, 50304),
+}
+
+
+class Clock:
+    """A streamer that notes the time of each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each token; the first one's includes reading the prompt."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time generation on both sides in turn.")
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="small")
+    add("--family", choices=["gpt2", "llama"], default="gpt2")
+    add("--batch", type=int, nargs="+", default=[1, 8], help="prompts")
+    add("--prompt", type=int, default=16, help="tokens of a prompt")
+    add("--length", type=int, default=512, help="tokens in the end")
+    add("--pairs", type=int, default=3, help="turns of each side")
+    add("--threads", type=int, default=None)
+    return parser.parse_args()
+
+
+def build_model(size: Size, family: str, length: int) -> Any:
+    shared = {"vocab_size": size.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "gpt2":
+        sizes = {"n_embd": size.hidden_size, "n_layer": size.layers, "n_head": size.heads}
+        return GPT2LMHeadModel(GPT2Config(n_positions=length, **sizes, **shared))
+    config = LlamaConfig(
+        hidden_size=size.hidden_size,
+        intermediate_size=size.hidden_size * 8 // 3,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 4,
+        max_position_embeddings=length,
+        **shared,
+    )
+    return LlamaForCausalLM(config)
+
+
+def take_turns(
+    sides: dict[str, Any], batch: int, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Let the sides continue the same prompts in turn, each going first equally often."""
+    vocabulary = SIZES[args.size].vocab_size
+    prompts = torch.randint(1, vocabulary, (batch, args.prompt))
+    new = args.length - args.prompt
+    for pair in range(-1, args.pairs):
+        for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
+            clock = Clock()
+            started = time.process_time()
+            tokens = sides[side](prompts, new, clock)
+            cpu = time.process_time() - started
+            if pair < 0:  # warm-up
+                continue
+            steps = clock.seconds[1:]
+            yield {
+                "benchmark": "generate",
+                "side": side,
+                "pair": pair,
+                "batch": batch,
+                "tokens_per_second": batch * len(steps) / sum(steps),
+                "cpu_milliseconds_per_token": 1e3 * cpu / new,
+                "milliseconds_by_length": {
+                    str(args.prompt + start): 1e3 * statistics.median(steps[start : start + BUCKET])
+                    for start in range(0, len(steps), BUCKET)
+                },
+                "last_tokens": tokens[:, -4:].tolist(),
+            }
+
+
+def summary(turns: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of both sides, and the median of the pairs' ratios."""
+    rates = {
+        side: [turn["tokens_per_second"] for turn in turns if turn["side"] == side]
+        for side in SIDES
+    }
+    cpu = {
+        side: min(turn["cpu_milliseconds_per_token"] for turn in turns if turn["side"] == side)
+        for side in SIDES
+    }
+    ours, theirs = (rates[side] for side in SIDES)
+    by_length = [turn["milliseconds_by_length"] for turn in turns if turn["side"] == SIDES[0]]
+    growth = [list(times.values())[-1] / next(iter(times.values())) for times in by_length]
+    return {
+        "benchmark": "generate",
+        "summary": True,
+        "size": args.size,
+        "family": args.family,
+        "batch": turns[0]["batch"],
+        "prompt": args.prompt,
+        "length": args.length,
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": {side: statistics.median(rates[side]) for side in SIDES},
+        "least_cpu_milliseconds_per_token": cpu,
+        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "last_to_first_token_time": statistics.median(growth),
+        "same_tokens": len({str(turn["last_tokens"]) for turn in turns}) == 1,
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    other = build_model(SIZES[args.size], args.family, args.length).eval()
+    other.generation_config.eos_token_id = None  # every turn has all of its tokens
+    accelerator = Accelerator(cpu=True)
+    ours = accelerator.prepare(other)
+
+    def run_ours(prompts: torch.Tensor, new: int, clock: Clock) -> Any:
+        return ours.megatron_generate(prompts, max_new_tokens=new, eos_token_id=[], streamer=clock)
+
+    def run_other(prompts: torch.Tensor, new: int, clock: Clock) -> Any:
+        return other.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            streamer=clock,
+        )
+
+    sides = dict(zip(SIDES, (run_ours, run_other), strict=True))
+    for batch in args.batch:
+        turns = []
+        for turn in take_turns(sides, batch, args):
+            print(json.dumps(turn), flush=True)
+            turns.append(turn)
+        print(json.dumps(summary(turns, args)), flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
