@@ -1,0 +1,130 @@
+"""Ranks that meet in the store: all return, or all raise the same error."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from accelerate_megatron.agreement import agree
+from accelerate_megatron.errors import ConfigurationError, RanksDisagreeError
+from tests.helpers.ranks import run_ranks
+
+
+def _agree(settings, error=None, *, name="settings", timeout=20.0):
+    agree(
+        settings,
+        error,
+        store=dist.distributed_c10d._get_default_store(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        name=name,
+        timeout=timeout,
+    )
+
+
+def _agree_on(settings_of_rank, error_of_rank):
+    rank = dist.get_rank()
+    _agree(settings_of_rank.get(rank, settings_of_rank.get("all")), error_of_rank.get(rank))
+
+
+def _agree_again_and_again():
+    for step in range(3):
+        _agree({"step": step})
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    keys = [f"agreement/settings/1/{what}" for what in (0, 1, "outcome", "readers")]
+    return [key for key in keys if store.check([key])]
+
+
+def _agree_without(missing, timeout):
+    started = time.monotonic()
+    if dist.get_rank() != missing:
+        try:
+            _agree({}, timeout=timeout)
+        except TimeoutError as error:
+            return str(error), time.monotonic() - started
+    return None
+
+
+def _agree_on_things_without_a_value():
+    _agree({"path": Path("a"), "function": _agree, "object": object(), "set": {"b", "a"}})
+
+
+def _texts(settings, errors, num_ranks=3):
+    return run_ranks(_agree_on, settings, errors, num_ranks=num_ranks, errors="return")
+
+
+def test_equal_settings_pass_repeatedly_and_leave_no_keys():
+    assert run_ranks(_agree_again_and_again, num_ranks=2) == [[], []]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_that_ranks_number():
+    caught = _texts({"all": {"tp_degree": 3}}, {1: ConfigurationError("tp_degree is 3.")})
+
+    assert [type(error) for error in caught] == [ConfigurationError] * 3
+    assert {str(error) for error in caught} == {"rank 1: tp_degree is 3."}
+
+
+def test_an_error_that_all_ranks_have_is_raised_as_it_is():
+    error = ConfigurationError("tp_degree is 3.")
+
+    caught = _texts({"all": {}}, {0: error, 1: error}, num_ranks=2)
+
+    assert [str(error) for error in caught] == ["tp_degree is 3."] * 2
+
+
+def test_different_errors_are_all_told():
+    caught = _texts({"all": {}}, {0: ValueError("one"), 2: KeyError("two")})
+
+    assert {str(error) for error in caught} == {"rank 0: one\nrank 2: KeyError: 'two'"}
+    assert {type(error) for error in caught} == {ValueError}
+
+
+def test_an_error_of_a_foreign_type_names_the_type():
+    caught = _texts({"all": {}}, {0: KeyError("two")}, num_ranks=2)
+
+    assert {str(error) for error in caught} == {"rank 0: KeyError: 'two'"}
+
+
+def test_different_settings_name_field_values_and_ranks():
+    settings = {"all": {"tp_degree": 2, "lr": 0.1}, 2: {"tp_degree": 4, "lr": 0.1}}
+
+    caught = _texts(settings, {})
+
+    assert {type(error) for error in caught} == {RanksDisagreeError}
+    (text,) = {str(error) for error in caught}
+    assert "tp_degree is 2 on ranks 0, 1 and 4 on rank 2" in text
+    assert "lr" not in text
+
+
+def test_an_error_that_comes_from_different_settings_says_so():
+    settings = {"all": {"tp_degree": 2}, 1: {"tp_degree": 3}}
+
+    (text,) = {str(error) for error in _texts(settings, {1: ValueError("3 does not divide 4.")})}
+
+    assert text.startswith("rank 1: 3 does not divide 4.\n")
+    assert "tp_degree is 2 on ranks 0, 2 and 3 on rank 1" in text
+
+
+def test_a_setting_that_only_some_ranks_have_is_named():
+    (text,) = {str(e) for e in _texts({"all": {"a": 1}, 1: {}}, {}, num_ranks=2)}
+
+    assert "a is 1 on rank 0 and not set on rank 1" in text
+
+
+def test_objects_are_compared_without_their_addresses():
+    run_ranks(_agree_on_things_without_a_value, num_ranks=2)
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_come_is_named_in_bounded_time(missing):
+    outcomes = run_ranks(_agree_without, missing, 1.0, num_ranks=3)
+
+    told = [outcome for outcome in outcomes if outcome is not None]
+    assert len(told) == 2
+    for text, seconds in told:
+        assert f"rank {missing} of 3 did not" in text
+        assert seconds < 10
