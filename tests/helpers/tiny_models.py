@@ -39,6 +39,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -201,6 +203,7 @@ _DECODERS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
 }
 

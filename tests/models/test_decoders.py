@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3, Phi-3 and StarCoder2: what their configs become, and what is refused."""
+"""Llama's kin, from Mistral to StarCoder2: what their configs become, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -117,6 +118,19 @@ def changed(config: PreTrainedConfig, **settings: Any) -> PreTrainedConfig:
             id="phi3",
         ),
         pytest.param(
+            StableLmConfig(
+                **SIZES, layer_norm_eps=1e-4, use_qkv_bias=True, rope_parameters=dict(ROPE)
+            ),
+            {
+                "norm_epsilon": 1e-4,
+                "normalization": "LayerNorm",
+                "qkv_bias": True,
+                "rotary_channels": 4,
+                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+            },
+            id="stablelm",
+        ),
+        pytest.param(
             Starcoder2Config(
                 **SIZES, residual_dropout=0.2, embedding_dropout=0.3, tie_word_embeddings=False
             ),
@@ -185,6 +199,21 @@ def test_every_field_of_the_shape_comes_from_the_config(config, differences) -> 
             id="qwen2-partial",
         ),
         pytest.param(
+            StableLmConfig(**SIZES, use_parallel_residual=True),
+            r"StableLmConfig\.use_parallel_residual is True: here the MLP reads the result",
+            id="parallel-residual",
+        ),
+        pytest.param(
+            StableLmConfig(**SIZES, qk_layernorm=True),
+            r"StableLmConfig\.qk_layernorm is True: each head has norm weights of its own",
+            id="norm-per-head",
+        ),
+        pytest.param(
+            StableLmConfig(**SIZES, hidden_dropout=0.1),
+            r"StableLmConfig\.hidden_dropout is 0\.1: transformers drops the MLP's output only",
+            id="dropout-of-the-mlp-only",
+        ),
+        pytest.param(
             changed(Starcoder2Config(**SIZES), hidden_act="relu6"),
             r"Starcoder2Config\.hidden_act is 'relu6'",
             id="activation",
@@ -201,7 +230,7 @@ def test_what_the_engine_cannot_do_is_refused_by_name(config, message) -> None:
         shape_of(config)
 
 
-@pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2", "qwen3", "starcoder2"])
+@pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"])
 def test_the_table_names_the_head_only_when_it_is_not_the_embedding(name: str) -> None:
     family = FAMILIES[name]
     shapes = {tied: family.shape(_config(name, tie_word_embeddings=tied)) for tied in (True, False)}
@@ -211,6 +240,13 @@ def test_the_table_names_the_head_only_when_it_is_not_the_embedding(name: str) -
 
 
 def _config(name: str, **settings: Any) -> PreTrainedConfig:
-    classes = (MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Starcoder2Config)
+    classes = (
+        MistralConfig,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+        StableLmConfig,
+        Starcoder2Config,
+    )
     by_type = {cls.model_type: cls for cls in classes}
     return by_type[name](**SIZES, **settings)

@@ -33,6 +33,7 @@ MODELS = [
     ),
     pytest.param(recipe("qwen3", tied=True, head_dim=24), id="qwen3", marks=SLOW),
     pytest.param(recipe("phi3", rope_parameters=PARTIAL_ROPE), id="phi3"),
+    pytest.param(recipe("stablelm", use_qkv_bias=True), id="stablelm", marks=SLOW),
     pytest.param(recipe("starcoder2", tied=True), id="starcoder2", marks=SLOW),
 ]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}

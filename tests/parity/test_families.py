@@ -31,7 +31,17 @@ MODELS = [
         recipe("phi3", sliding_window=6, rope_parameters=PARTIAL_ROPE), id="phi3-partial-window-6"
     ),
     pytest.param(recipe("starcoder2", tied=True, sliding_window=1), id="starcoder2-tied-window-1"),
+    pytest.param(
+        recipe("stablelm", use_qkv_bias=True, vocab_size=101),
+        id="stablelm-qkv-bias-vocab-101",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(recipe("llama", attention_bias=True), id="llama-attention-bias"),
+]
+FIRST_FAMILIES = [
+    pytest.param(recipe("llama", tied=True, head_dim=24), id="llama-tied-head-24"),
+    pytest.param(recipe("gpt2", tied=True), id="gpt2-tied"),
+    pytest.param(recipe("gpt2", vocab_size=101), id="gpt2-untied-vocab-101"),
 ]
 VARIANTS = [
     pytest.param(recipe("mistral", sliding_window=None, head_dim=24), id="mistral-head-24"),
@@ -53,11 +63,13 @@ VARIANTS = [
     ),
     pytest.param(recipe("phi3", tied=True, num_key_value_heads=4), id="phi3-tied-no-groups"),
     pytest.param(recipe("starcoder2", use_bias=False), id="starcoder2-no-bias"),
+    pytest.param(
+        recipe("stablelm", tied=True, rope_parameters=PARTIAL_ROPE, layer_norm_eps=1e-2),
+        id="stablelm-tied-half-rotary-eps",
+    ),
     pytest.param(recipe("llama", mlp_bias=True), id="llama-mlp-bias"),
     pytest.param(recipe("llama", num_key_value_heads=1), id="llama-one-kv-head"),
-    pytest.param(recipe("llama", tied=True, head_dim=24), id="llama-tied-head-24"),
-    pytest.param(recipe("gpt2", tied=True), id="gpt2-tied"),
-    pytest.param(recipe("gpt2", vocab_size=101), id="gpt2-untied-vocab-101"),
+    *FIRST_FAMILIES,
 ]
 LAYOUTS = [
     pytest.param(1, {}, id="1", marks=pytest.mark.slow),
@@ -121,6 +133,6 @@ def test_every_variant_equals_transformers_on_shared_key_value_heads(model: Tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", VARIANTS[-3:])
+@pytest.mark.parametrize("model", FIRST_FAMILIES)
 def test_the_first_families_equal_transformers_on_all_axes(model: TinyModel) -> None:
     check(model, 8, {"tp_degree": 4, "pp_degree": 2})

@@ -231,7 +231,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers":
 @pytest.mark.parametrize(
     ("model_type", "more"),
     [
-        *((name, {}) for name in DEFAULTS),
+        *((name, {}) for name in FAMILIES),
         *((name, WINDOWS) for name, fields in DEFAULTS.items() if "use_sliding_window" in fields),
         ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
         ("t5", {"feed_forward_proj": "gated-silu"}),

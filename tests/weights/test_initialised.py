@@ -12,7 +12,7 @@ from accelerate_megatron.weights.choosing import choose_weights
 from accelerate_megatron.weights.initialised import InitialisedSource
 from tests.helpers.tiny_models import TinyModel
 
-FAMILIES = ["gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2"]
+FAMILIES = ["gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"]
 
 
 def empty_model(recipe: TinyModel):

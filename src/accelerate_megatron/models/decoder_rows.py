@@ -64,6 +64,12 @@ GATED_MLP_BIAS: Rows = {
 }
 
 FINAL_NORM: Rows = {"decoder.final_layernorm.weight": Direct("model.norm.weight")}
+NORM_BIASES: Rows = {
+    f"{LAYER}.self_attention.linear_qkv.layer_norm_bias": Direct(f"{HF}.input_layernorm.bias"),
+    f"{LAYER}.mlp.linear_fc1.layer_norm_bias": Direct(f"{HF}.post_attention_layernorm.bias"),
+}
+"""Of the layers' LayerNorms; RMSNorm has none."""
+FINAL_NORM_BIAS: Rows = {"decoder.final_layernorm.bias": Direct("model.norm.bias")}
 UNTIED_HEAD: Rows = {"output_layer.weight": Vocabulary("lm_head.weight")}
 
 OLD_ROTARY_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)

@@ -22,6 +22,7 @@ from accelerate_megatron.models.qwen2 import QWEN2
 from accelerate_megatron.models.qwen2_moe import QWEN2_MOE
 from accelerate_megatron.models.qwen3 import QWEN3
 from accelerate_megatron.models.qwen3_moe import QWEN3_MOE
+from accelerate_megatron.models.stablelm import STABLELM
 from accelerate_megatron.models.starcoder2 import STARCODER2
 from accelerate_megatron.models.t5 import T5
 
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        STABLELM,
         STARCODER2,
         T5,
     )

@@ -27,20 +27,9 @@ _MLP: dict[str, Parameter] = {
     f"{rows.LAYER}.mlp.linear_fc1.weight": Direct(f"{rows.HF}.mlp.c_fc.weight"),
     f"{rows.LAYER}.mlp.linear_fc2.weight": Direct(f"{rows.HF}.mlp.c_proj.weight"),
 }
-_NORM_BIASES: dict[str, Parameter] = {
-    f"{rows.LAYER}.self_attention.linear_qkv.layer_norm_bias": Direct(
-        f"{rows.HF}.input_layernorm.bias"
-    ),
-    f"{rows.LAYER}.mlp.linear_fc1.layer_norm_bias": Direct(
-        f"{rows.HF}.post_attention_layernorm.bias"
-    ),
-}
 _MLP_BIASES: dict[str, Parameter] = {
     f"{rows.LAYER}.mlp.linear_fc1.bias": Direct(f"{rows.HF}.mlp.c_fc.bias"),
     f"{rows.LAYER}.mlp.linear_fc2.bias": Direct(f"{rows.HF}.mlp.c_proj.bias"),
-}
-_FINAL_NORM_BIAS: dict[str, Parameter] = {
-    "decoder.final_layernorm.bias": Direct("model.norm.bias"),
 }
 
 
@@ -51,10 +40,10 @@ def starcoder2_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
         **rows.EMBEDDING,
         **rows.ATTENTION,
         **_MLP,
-        **_NORM_BIASES,
+        **rows.NORM_BIASES,
         **(biases if shape.linear_bias else {}),
         **rows.FINAL_NORM,
-        **_FINAL_NORM_BIAS,
+        **rows.FINAL_NORM_BIAS,
         **({} if shape.tied_embeddings else rows.UNTIED_HEAD),
     }
 

@@ -93,6 +93,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
         "partial_rotary_factor": 1.0,
     },
+    "stablelm": {
+        **_DECODER,
+        "layer_norm_eps": 1e-5,
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": False,
+        "hidden_dropout": 0.0,
+        "partial_rotary_factor": 0.25,
+    },
     "starcoder2": {
         **_DECODER,
         "tie_word_embeddings": True,
