@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -117,6 +118,60 @@ def test_a_setting_that_only_some_ranks_have_is_named():
 
 def test_objects_are_compared_without_their_addresses():
     run_ranks(_agree_on_things_without_a_value, num_ranks=2)
+
+
+class _LateReader:
+    """A store from which this rank reads some time after the others."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def get(self, key):
+        time.sleep(0.5)
+        return self._store.get(key)
+
+
+def _disagree_in_a_store_of_rank_0(folder):
+    rank, port = int(os.environ["RANK"]), folder / "port"
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0 if rank == 0 else _read_when_there(port),
+        world_size=2,
+        is_master=rank == 0,
+        wait_for_workers=False,
+    )
+    if rank == 0:
+        (folder / "unfinished").write_text(str(store.port))
+        (folder / "unfinished").rename(port)
+    try:
+        agree(
+            {"lr": rank},
+            None,
+            store=store if rank == 0 else _LateReader(store),
+            rank=rank,
+            world_size=2,
+            name="settings",
+        )
+    except RanksDisagreeError as error:
+        text = str(error)
+    del store  # rank 0's is gone with it, as when its process ends
+    return text
+
+
+def _read_when_there(port):
+    while not port.exists():
+        time.sleep(0.01)
+    return int(port.read_text())
+
+
+def test_an_error_reaches_ranks_that_are_late_to_read_it_before_rank_0_ends_the_store(tmp_path):
+    texts = run_ranks(_disagree_in_a_store_of_rank_0, tmp_path, num_ranks=2, process_group=False)
+
+    assert texts[0] == texts[1]
+    assert "lr is 0 on rank 0 and 1 on rank 1" in texts[0]
 
 
 @pytest.mark.parametrize("missing", [0, 2])

@@ -118,22 +118,28 @@ def agree(
         "settings": {key: _canonical_text(value) for key, value in settings.items()},
     }
     store.set(meeting.key(rank), json.dumps(verdict))
+    came: list[int] = []
     if rank == 0:
-        found = _collect(meeting)
+        found, came = _collect(meeting)
         store.set(meeting.key("outcome"), json.dumps(found and asdict(found)))
     outcome = _read_outcome(meeting)
     if outcome is not None:
+        store.set(meeting.key(f"read by {rank}"), "")
+        # Rank 0 leaves last: where its process holds the store, the store ends with it, and the
+        # others would find a lost connection instead of what was wrong.
+        _wait(store, [meeting.key(f"read by {other}") for other in came], _GRACE_SECONDS)
         raise outcome.exception() from error
 
 
-def _collect(meeting: _Meeting) -> Failure | None:
-    """Wait for all verdicts and return what all ranks raise, or None. Rank 0 only."""
-    keys = [meeting.key(rank) for rank in range(meeting.world_size)]
-    missing = _wait(meeting.store, keys, meeting.timeout)
+def _collect(meeting: _Meeting) -> tuple[Failure | None, list[int]]:
+    """Wait for all verdicts; return what all ranks raise, and who came. Rank 0 only."""
+    ranks = range(meeting.world_size)
+    keys = [meeting.key(rank) for rank in ranks]
+    missing = [keys.index(key) for key in _wait(meeting.store, keys, meeting.timeout)]
     if missing:
-        return _missing(meeting, [keys.index(key) for key in missing])
+        return _missing(meeting, missing), [rank for rank in ranks if rank not in missing]
     verdicts = [json.loads(meeting.store.get(key)) for key in keys]
-    return _judge(verdicts)
+    return _judge(verdicts), list(ranks)
 
 
 def _read_outcome(meeting: _Meeting) -> Failure | None:

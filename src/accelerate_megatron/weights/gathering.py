@@ -128,7 +128,7 @@ def _tiling_problems(name: str, pieces: Sequence[Piece], placement: Placement) -
     if not pieces:
         return [f"no rank holds {name}"]
     shapes = {piece.global_shape for piece in pieces}
-    dtypes = {str(piece.dtype) for piece in pieces}
+    dtypes = sorted({str(piece.dtype) for piece in pieces})
     if len(shapes) > 1 or len(dtypes) > 1:
         return [
             f"the ranks disagree on {name}: shapes {sorted(shapes)}, dtypes {', '.join(dtypes)}"
