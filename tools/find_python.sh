@@ -9,7 +9,7 @@ set -euo pipefail
 
 candidates=(python3)
 for version in "$@"; do
-    candidates+=("python$version" "$HOME/.pyenv/versions/$version."*/bin/python)
+    candidates+=("python$version" "${HOME:-}/.pyenv/versions/$version."*/bin/python)
 done
 for candidate in "${candidates[@]}"; do
     if "$candidate" -c "

@@ -26,7 +26,7 @@ from mutant_faults import FAULTS, Fault
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src") / "accelerate_megatron"
 ALL_PASSED, SOME_FAILED = 0, 1  # pytest's exit statuses; others say that no test was run
-SECONDS = 600
+SECONDS = 1800
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ started once per test session and keeps its answers, so that all layouts share o
 from __future__ import annotations
 
 import atexit
-import os
 import pickle
 import subprocess
 import sys
@@ -17,9 +16,10 @@ from typing import Any
 
 from tests.helpers.oracle_training import OracleCase, OracleRun
 from tests.helpers.rank_messages import to_bytes
+from tests.helpers.ranks import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 270.0
 
 _answers: dict[bytes, OracleRun] = {}
 _running: list[tuple[subprocess.Popen[bytes], Any]] = []
@@ -61,7 +61,7 @@ def _start() -> None:
         [sys.executable, "-m", "tests.helpers.oracle_training", str(there.fileno())],
         pass_fds=[there.fileno()],
         cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     there.close()
     _running.append((process, here))

@@ -34,6 +34,9 @@ from tests.helpers.rank_messages import Call, Outcome, RankDiedError, RankTimeou
 # do not are killed: they can only wait for the dead rank.
 GRACE_SECONDS = 10.0
 
+# How long a rank that hangs may take to write down its stacks.
+STACKS_SECONDS = 10.0
+
 PR_SET_PDEATHSIG = 1
 
 PRELOADED = (
@@ -79,7 +82,8 @@ def _serve(request: bytes) -> list[Outcome]:
         return [Outcome(rank=-1, error=error, text=traceback.format_exc())]
     gc.collect()
     gc.freeze()  # the ranks' garbage collections then leave the shared pages alone
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    # What a killed rank had started may still be writing there.
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         ranks = [_Rank(rank, call, Path(folder)) for rank in range(call.num_ranks)]
         outcomes = _collect(ranks, call)
     gc.unfreeze()
@@ -125,13 +129,24 @@ class _Rank:
 
     def kill(self, reason: str) -> Outcome:
         """Show the rank's stacks, end it, and say why."""
+        written = self.log.stat().st_size if self.log.exists() else 0
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.3)
+            self._wait_for_more_than(written)
         self._end(kill=True)
         text = self.tail()
         error = RankTimeoutError(f"rank {self.rank} {reason}\n{text}")
         return Outcome(self.rank, error=error, text=text, ended_at=time.monotonic())
+
+    def _wait_for_more_than(self, written: int) -> None:
+        """Wait until the log has grown and stopped growing; a busy machine takes its time."""
+        deadline = time.monotonic() + STACKS_SECONDS
+        size = written
+        while time.monotonic() < deadline:
+            time.sleep(0.3)
+            before, size = size, self.log.stat().st_size if self.log.exists() else 0
+            if written < before == size:
+                return
 
     def _end(self, *, kill: bool = False) -> int:
         """Wait for the process, end what it has started, and return its exit status."""

@@ -34,12 +34,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # What the server may need on top of a call's own timeout: its imports, and ending stuck ranks.
 START_SECONDS = 120.0
 
+# That of the session: what a test sets must not stay with a server that it happens to start.
+ENVIRONMENT = dict(os.environ)
+
 
 def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     num_ranks: int,
-    timeout: float = 60.0,
+    timeout: float = 150.0,
     errors: str = "raise",
     env: Mapping[str, str] | None = None,
     process_group: bool = True,
@@ -101,7 +104,7 @@ class _RankServer:
             [sys.executable, "-m", "tests.helpers.rank_server", str(there.fileno())],
             pass_fds=[there.fileno()],
             cwd=REPOSITORY,
-            env={**os.environ, **_server_environment()},
+            env={**ENVIRONMENT, **_server_environment()},
         )
         there.close()
 
@@ -134,7 +137,7 @@ class _RankServer:
 
 
 def _server_environment() -> dict[str, str]:
-    search_path = [str(REPOSITORY / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    search_path = [str(REPOSITORY / "src"), str(REPOSITORY), ENVIRONMENT.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(entry for entry in search_path if entry),
         # One thread for each rank: a team of spinning threads per rank makes steps take seconds.

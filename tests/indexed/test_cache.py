@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert len(cached(None, KEY, build)["numbers"]) == 1000
 
 
-def fill(folder: str, seed: int) -> bool:
+def fill(folder: str) -> bool:
     key = KEY | {"seed": 5}
     return all(
         np.array_equal(cached(Path(folder), key, Builder())["numbers"], np.arange(1000))
@@ -99,8 +100,8 @@ def fill(folder: str, seed: int) -> bool:
 
 def test_two_jobs_that_build_one_entry_at_once_both_get_it(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
-        results = pool.starmap(fill, [(str(tmp_path), n) for n in range(2)])
+    with ProcessPoolExecutor(2, mp_context=context) as jobs:
+        results = [jobs.submit(fill, str(tmp_path)) for _ in range(2)]
 
-    assert results == [True, True]
+    assert [result.result() for result in results] == [True, True]
     assert not entry_of(tmp_path).name.startswith(".")

@@ -100,7 +100,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_files(tmp_path_factory.mktemp("fuzz") / "a", documents(5))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4), st.data())
 def test_no_damage_of_the_index_gives_other_tokens_unnoticed(
     fuzzed: str, changes: list[tuple[int, int]], data: st.DataObject
