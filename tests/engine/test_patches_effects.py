@@ -24,8 +24,8 @@ def megatron(name: str) -> Any:
     return importlib.import_module(f"megatron.core.{name}")
 
 
-def on_one_rank(function, *args):
-    return run_ranks(function, *args, num_ranks=1)[0]
+def on_one_rank(function, *args, **settings):
+    return run_ranks(function, *args, num_ranks=1, **settings)[0]
 
 
 def draws_of_the_tracker() -> dict[str, Any]:
@@ -123,10 +123,8 @@ def gradients_without_kept_outputs() -> list[list[torch.Tensor]]:
     return gradients
 
 
-def test_a_discarded_output_is_recomputed_without_fp8_and_without_a_compiler(monkeypatch):
-    monkeypatch.setenv("CXX", "/no/compiler")
-
-    plain, recomputed = on_one_rank(gradients_without_kept_outputs)
+def test_a_discarded_output_is_recomputed_without_fp8_and_without_a_compiler():
+    plain, recomputed = on_one_rank(gradients_without_kept_outputs, env={"CXX": "/no/compiler"})
 
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 

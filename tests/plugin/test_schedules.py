@@ -160,7 +160,7 @@ def all_tables(num_micro_batches: int) -> Any:
 def test_rate_and_weight_decay_of_every_update_are_those_of_the_tables(
     dp_size: int, num_micro_batches: int
 ) -> None:
-    *_, seen = run_ranks(all_tables, num_micro_batches, num_ranks=dp_size, timeout=100)
+    *_, seen = run_ranks(all_tables, num_micro_batches, num_ranks=dp_size)
 
     for name, (_, wanted) in RATES.items():
         assert seen[f"rate {name}"] == pytest.approx(wanted, rel=1e-6), name

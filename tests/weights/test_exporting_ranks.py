@@ -136,7 +136,6 @@ def test_when_the_writer_fails_all_ranks_raise_its_error(tmp_path):
         FailingTokenizer(),
         num_ranks=2,
         errors="return",
-        timeout=30,
     )
 
     assert [type(error) for error in errors] == [OSError, OSError]
