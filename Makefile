@@ -94,8 +94,12 @@ generated: install
 	for script in plugin families errors arguments; do $(BIN)/python docs/write_$$script.py; done
 	$(BIN)/python docs/draw.py
 
+# docs/performance.md, measured again: more than an hour of an otherwise idle machine.
+# CASES="gpt2-S-bf16 gpt2-S-bf16-tp2": only these (benchmarks/train_step.py --list).
+CASES :=
 bench: install
-	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/train_step.py $(if $(CASES),--cases $(CASES)) > $(RESULTS)/train_step.jsonl
+	$(BIN)/python benchmarks/performance_page.py
 
 # Everything that README.md quotes, measured again: about 20 minutes of an otherwise idle machine.
 CURVES := --steps 150
@@ -108,8 +112,6 @@ results: install
 	$(LAUNCH) --num_processes 1 examples/pretrain_gpt.py $(CURVES) --output runs/one
 	$(BIN)/python examples/curves.py docs/loss.svg "1 rank=runs/one/metrics.jsonl" \
 	    "TP2 x PP2=runs/tp2-pp2/metrics.jsonl" "DP4=runs/dp4/metrics.jsonl"
-	for dtype in fp32 bf16; do $(BIN)/python benchmarks/train_step.py --dtype $$dtype; done \
-	    > $(RESULTS)/train_step.jsonl
 	$(PYTEST) -m "not slow" | tail -n 1 > $(RESULTS)/tests.txt
 	$(BIN)/accelerate-megatron env --json > $(RESULTS)/machine.json
 	$(BIN)/python benchmarks/results_table.py

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import marked_parts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "parallelism.md"
@@ -119,23 +120,14 @@ PARTS = {
 
 def fill(text: str, results: Path = RESULTS) -> str:
     """Return `text` with its marked parts replaced by what the results say."""
+    parts = {}
     for name, (file, make) in PARTS.items():
-        records = [json.loads(line) for line in (results / file).read_text().splitlines()]
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        body = make(records)
-        text = marked.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
-    return text
+        parts[name] = make([json.loads(line) for line in (results / file).read_text().splitlines()])
+    return marked_parts.fill(text, parts)
 
 
 def main() -> int:
-    text = PAGE.read_text()
-    filled = fill(text)
-    if "--check" in sys.argv[1:]:
-        if filled != text:
-            print(f"docs/parallelism.md is not what the results say; run {__file__}.")
-        return int(filled != text)
-    PAGE.write_text(filled)
-    return 0
+    return marked_parts.write_or_check(PAGE, fill(PAGE.read_text()))
 
 
 if __name__ == "__main__":

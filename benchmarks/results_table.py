@@ -8,11 +8,14 @@ python benchmarks/results_table.py [--check]
 from __future__ import annotations
 
 import json
-import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import marked_parts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -66,22 +69,23 @@ def _training_rows() -> list[tuple[str, str, str]]:
 
 
 def _step_rows() -> list[tuple[str, str, str]]:
-    rows = []
-    for line in (RESULTS / "train_step.jsonl").read_text().splitlines():
-        summary = json.loads(line)
-        if summary["benchmark"] == "train_step_summary":
-            rows.append(_step_row(summary))
-    return rows
+    """Return a row for each case that was measured against the peer with equal settings."""
+    by_case: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for text in (RESULTS / "train_step.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["peer"] == "hf-same-settings":
+            by_case[line["case"]].append(line)
+    return [_step_row(case, lines) for case, lines in by_case.items()]
 
 
-def _step_row(summary: dict[str, Any]) -> tuple[str, str, str]:
-    medians = summary["median_step_seconds"]
-    ratios = ", ".join(f"{ratio:.2f}" for ratio in summary["speedup_of_each_pair"])
+def _step_row(case: str, lines: list[dict[str, Any]]) -> tuple[str, str, str]:
+    ours, peer = (
+        median(median(line[f"{side}_step_s"]) for line in lines) for side in ("ours", "peer")
+    )
+    ratios = ", ".join(f"{line['ratio']:.2f}" for line in lines)
     return (
-        f"one update of GPT-2 {summary['size']}, {summary['dtype']}, {summary['ranks']} rank(s), "
-        f"against transformers + accelerate",
-        f"{medians['accelerate-megatron']:.2f} s against {medians['accelerate']:.2f} s; "
-        f"ratio of each pair {ratios}",
+        f"one update, `{case}`, against transformers + accelerate with equal settings",
+        f"{ours:.2f} s against {peer:.2f} s; ratio of each pair {ratios}",
         "`benchmarks/train_step.py`",
     )
 
@@ -99,24 +103,15 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def fill(text: str) -> str:
     """Return `text` with each marked part replaced by what the results say."""
-    for name, make in PARTS.items():
-        marked = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        # Before `make results` has run there is nothing to quote, and nothing is claimed.
-        body = f"{make()}\n" if (RESULTS / "machine.json").is_file() else ""
-        text = marked.sub(lambda found, body=body: f"{found[1]}{body}{found[2]}", text)
-    return text
+    # Before `make results` has run there is nothing to quote, and nothing is claimed.
+    has_run = (RESULTS / "machine.json").is_file()
+    parts = {f"results: {name}": make() if has_run else "" for name, make in PARTS.items()}
+    return marked_parts.fill(text, parts)
 
 
 def main() -> int:
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    filled = fill(text)
-    if "--check" in sys.argv[1:]:
-        if filled != text:
-            print("README.md differs from benchmarks/results; run benchmarks/results_table.py.")
-        return int(filled != text)
-    readme.write_text(filled)
-    return 0
+    return marked_parts.write_or_check(readme, fill(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
 """One training step through us and through transformers + accelerate, side by side.
 
-    python benchmarks/train_step.py --size small --dtype bf16 --ranks 2 --tp_degree 2 --pairs 3
+    python benchmarks/train_step.py --cases gpt2-S-bf16 gpt2-S-bf16-tp2 --pairs 3
+    python benchmarks/train_step.py --list
 
-Both sides train the same model from the same weights on the same batches with AdamW, on equally
-many ranks with equally many threads; the other side's ranks are data-parallel. They take turns,
-each time in fresh processes, since Accelerate's state is one per process. Prints a JSON line with
-the raw step times for each turn, and last one that sums up. Precision differs where it is bf16:
-here bf16 weights with fp32 main copies, there autocast over fp32 weights.
+All sides of a case train the same model from the same weights on the same batches with AdamW and
+as many threads. They take turns, each time in fresh processes, since Accelerate's state is one per
+process. The other sides are:
+
+hf-as-run         transformers + accelerate, started as people do: python or torchrun, autocast
+hf-same-settings  with what our launcher sets (allocator, threads), parameters of our dtype, and the
+                  fastest of the options in `TUNED`, found in the same run
+hf-compile        hf-same-settings, the model compiled by torch.compile
+one-process       ours, one process with all threads: what parallelism is measured against
+
+Prints a JSON line for each pair of sides and turn, with the raw seconds of each step.
 """
 
 from __future__ import annotations
@@ -14,216 +21,204 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
-SIDES = ("accelerate-megatron", "accelerate")
+SIDE = Path(__file__).with_name("train_step_side.py")
+OURS = "ours"
+HF = ("hf-as-run", "hf-same-settings", "hf-compile")
+ONE_PROCESS = "one-process"
+TUNED = {"attention": ("sdpa", "eager"), "fused_adamw": (False, True)}
+"""What the peer with our settings is tuned over."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """A GPT-2 and its batch."""
+class Case:
+    """What is trained, and how it is laid out."""
 
-    hidden_size: int
-    layers: int
-    heads: int
-    vocab_size: int
-    seq_length: int
-    global_batch_size: int
+    family: str
+    size: str
+    dtype: str
+    ranks: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    micro_batches: int = 1
+    peers: tuple[str, ...] = HF
+
+    @property
+    def name(self) -> str:
+        """The case in a word."""
+        words = [self.family, self.size, self.dtype]
+        replicas = self.ranks // (self.tp * self.pp)
+        words += [
+            f"{axis}{degree}"
+            for axis, degree in (("dp", replicas), ("tp", self.tp), ("pp", self.pp))
+            if degree > 1
+        ]
+        if self.sp:
+            words.append("sp")
+        if self.micro_batches > 1:
+            words.append(f"m{self.micro_batches}")
+        return "-".join(words)
 
 
-SIZES = {
-    "tiny": Size(64, 2, 4, 512, 64, 8),
-    "small": Size(512, 8, 8, 8192, 512, 8),
-    "base": Size(768, 12, 12, 50304, 512, 4),
-}
+def _cases() -> Iterator[Case]:
+    for family, size, dtype in product(("gpt2", "llama"), ("S", "B"), ("bf16", "fp32")):
+        yield Case(family, size, dtype)
+    small = Case("gpt2", "S", "bf16", ranks=2, peers=(ONE_PROCESS,))
+    yield replace(small, peers=("hf-as-run", "hf-same-settings", ONE_PROCESS))
+    yield replace(small, tp=2)
+    yield replace(small, tp=2, sp=True)
+    yield replace(small, pp=2, micro_batches=4)
+    yield replace(small, pp=2, micro_batches=8)
+    # For a test of this file.
+    yield Case("gpt2", "tiny", "fp32", peers=("hf-as-run", "hf-same-settings"))
+    yield Case("llama", "tiny", "fp32", ranks=2, tp=2, peers=(ONE_PROCESS,))
+
+
+CASES = {case.name: case for case in _cases()}
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time a training step on both sides in turn.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="small")
-    add("--dtype", choices=["fp32", "bf16"], default="bf16")
-    add("--ranks", type=int, default=1)
-    add("--threads", type=int, default=None, help="per rank (cores / ranks)")
-    add("--tp_degree", type=int, default=1)
-    add("--pp_degree", type=int, default=1)
-    add("--num_micro_batches", type=int, default=1)
-    add("--pairs", type=int, default=3, help="turns of each side")
-    add("--warmup", type=int, default=2, help="steps of a turn that do not count")
-    add("--steps", type=int, default=5, help="steps of a turn that count")
-    add("--side", choices=SIDES, help=argparse.SUPPRESS)
+    shown = [name for name, case in CASES.items() if case.size != "tiny"]
+    add("--cases", nargs="+", choices=CASES, default=shown, metavar="CASE")
+    add("--list", action="store_true", help="print the cases and stop")
+    add("--pairs", type=int, default=3, help="turns of each side (3)")
+    add("--warmup", type=int, default=2, help="steps of a turn that do not count (2)")
+    add("--steps", type=int, default=5, help="steps of a turn that count (5)")
     return parser.parse_args()
 
 
-def take_turns(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Start both sides in turn, each going first equally often; yield what each reports."""
-    for pair in range(args.pairs):
-        sides = SIDES if pair % 2 == 0 else SIDES[::-1]
-        for side in sides:
-            yield {"benchmark": "train_step", "pair": pair, "side": side, **run_side(side, args)}
+@dataclass(frozen=True)
+class Bench:
+    """Runs the sides of one case."""
 
+    case: Case
+    warmup: int
+    steps: int
+    cores: int
 
-def run_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "accelerate_megatron", "launch", "--cpu"]
-    launch += ["--num_processes", str(args.ranks)]
-    if args.threads:
-        launch += ["--threads", str(args.threads)]
-    if args.dtype == "bf16":
-        launch += ["--mixed_precision", "bf16"]
-    if side == "accelerate-megatron":
-        launch += ["--tp_degree", str(args.tp_degree), "--pp_degree", str(args.pp_degree)]
-    job = subprocess.run(
-        [*launch, __file__, *sys.argv[1:], "--side", side],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    report: dict[str, Any] = json.loads(job.stdout.strip().splitlines()[-1])
-    return report
+    def lines(self, pairs: int) -> Iterator[dict[str, Any]]:
+        """Let the sides take turns, each being the first as often; yield a line for each pair."""
+        options = self._tuned() if set(HF[1:]) & set(self.case.peers) else {}
+        sides = (OURS, *self.case.peers)
+        for pair in range(pairs):
+            limit = self._run("limit", {})["gflops"]
+            turn = pair % len(sides)
+            reports = {side: self._run(side, options) for side in sides[turn:] + sides[:turn]}
+            for peer in self.case.peers:
+                yield {
+                    "benchmark": "train_step",
+                    "case": self.case.name,
+                    "peer": peer,
+                    "pair": pair,
+                    "limit_gflops": limit,
+                    "peer_options": options if peer in HF[1:] else {},
+                    **_compared(reports[OURS], reports[peer]),
+                }
 
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps on this side; return their seconds. Runs on every rank."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-
-    size = SIZES[args.size]
-    torch.manual_seed(0)
-    accelerator, replicas, scheduler_of = start_side(args)
-    rows = torch.randint(size.vocab_size, (size.global_batch_size, size.seq_length))
-    samples = [{"input_ids": row, "labels": row} for row in rows] * (args.warmup + args.steps)
-    micro_batches = args.num_micro_batches if args.side == "accelerate-megatron" else 1
-    batch_size = size.global_batch_size // (replicas * micro_batches)
-    model = build_model(size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    parts = [model, optimizer, DataLoader(samples, batch_size=batch_size)]
-    if scheduler_of is not None:
-        parts.append(scheduler_of(optimizer))
-    model, optimizer, loader, *_ = accelerator.prepare(*parts)
-    model.train()
-
-    seconds, losses = [], []
-    batches = iter(loader)
-    for _ in range(args.warmup + args.steps):
-        barrier(dist)
-        start = time.perf_counter()
-        loss = model(**next(batches)).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        barrier(dist)
-        seconds.append(time.perf_counter() - start)
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    accelerator.end_training()
-    return {
-        "size": {"name": args.size, **asdict(size)},
-        "dtype": args.dtype,
-        "ranks": args.ranks,
-        "threads": torch.get_num_threads(),
-        "layout": {"tp": args.tp_degree, "pp": args.pp_degree, "micro": micro_batches},
-        "warmup_seconds": seconds[: args.warmup],
-        "step_seconds": seconds[args.warmup :],
-        "losses": losses,
-        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "megatron-core", "accelerate")},
-        },
-    }
-
-
-def start_side(args: argparse.Namespace) -> tuple[Any, int, Any]:
-    """Return the side's Accelerator, its data-parallel replicas, and its stand-in scheduler."""
-    if args.side == "accelerate":
-        import accelerate
-
-        return accelerate.Accelerator(), args.ranks, None
-    from accelerate_megatron import Accelerator, MegatronLMDummyScheduler, MegatronLMPlugin
-
-    plugin = MegatronLMPlugin(
-        num_micro_batches=args.num_micro_batches,
-        train_iters=args.warmup + args.steps,
-        lr_decay_style="constant",
-    )
-    accelerator = Accelerator(megatron_lm_plugin=plugin)
-    return accelerator, args.ranks // (args.tp_degree * args.pp_degree), MegatronLMDummyScheduler
-
-
-def build_model(size: Size) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=size.vocab_size,
-            n_positions=size.seq_length,
-            n_embd=size.hidden_size,
-            n_layer=size.layers,
-            n_head=size.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
+    def _tuned(self) -> dict[str, Any]:
+        """Return the options with which the peer's step is fastest."""
+        found = [dict(zip(TUNED, choice, strict=True)) for choice in product(*TUNED.values())]
+        quick = replace(self, warmup=1, steps=3)
+        return min(
+            found, key=lambda options: min(quick._run("hf-same-settings", options)["step_s"])
         )
-    )
+
+    def _run(self, side: str, options: dict[str, Any]) -> dict[str, Any]:
+        case = self.case
+        if side in (ONE_PROCESS, "limit"):
+            case = replace(case, ranks=1, tp=1, sp=False, pp=1, micro_batches=1)
+        job = {
+            **asdict(case),
+            "side": side,
+            "warmup": self.warmup,
+            "steps": self.steps,
+            "options": options,
+            "started": time.time(),
+        }
+        result = subprocess.run(
+            [*self._starter(side, case), SIDE, json.dumps(job)],
+            env=self._environment(side, case),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        report: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+        return report
+
+    def _starter(self, side: str, case: Case) -> list[str]:
+        if side != "hf-as-run":
+            words = ["-m", "accelerate_megatron", "launch", "--cpu"]
+            return [sys.executable, *words, "--num_processes", str(case.ranks)]
+        if case.ranks == 1:
+            return [sys.executable]
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        return [sys.executable, *words, str(case.ranks)]
+
+    def _environment(self, side: str, case: Case) -> dict[str, str]:
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        if side == "hf-as-run":  # the launcher would do it
+            threads = str(self.cores // case.ranks)
+            environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        return environment
 
 
-def barrier(dist: Any) -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def sum_up(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of both sides and the ratio of each pair: above 1, ours is faster."""
-    medians = {
-        side: [statistics.median(t["step_seconds"]) for t in turns if t["side"] == side]
-        for side in SIDES
-    }
-    ours, other = (medians[side] for side in SIDES)
-    last = {key: turns[-1][key] for key in ("dtype", "ranks", "threads", "versions")}
+def _compared(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line says of two reports; a ratio above 1: ours takes less."""
+    both = {"ours": ours, "peer": peer}
+    medians = {side: statistics.median(report["step_s"]) for side, report in both.items()}
+    losses = zip(ours["losses"], peer["losses"], strict=True)
     return {
-        "benchmark": "train_step_summary",
-        "size": turns[-1]["size"]["name"],
-        **last,
-        "layout": next(t["layout"] for t in turns if t["side"] == SIDES[0]),
-        "median_step_seconds": {side: statistics.median(medians[side]) for side in SIDES},
-        "speedup_of_each_pair": [b / a for a, b in zip(ours, other, strict=True)],
-        "peak_rss_gb": {
-            side: max(t["peak_rss_gb"] for t in turns if t["side"] == side) for side in SIDES
+        **{f"{side}_step_s": report["step_s"] for side, report in both.items()},
+        "ratio": medians["peer"] / medians["ours"],
+        **{
+            f"{side}_{key}": report[key]
+            for key in ("first_step_s", "import_s", "peak_rss_gb", "parameters", "threads")
+            for side, report in both.items()
         },
-        "largest_loss_difference": largest_loss_difference(turns),
+        "ours_gflops": ours["flops"] / medians["ours"] / 1e9,
+        "largest_loss_difference": max(abs(a - b) for a, b in losses),
+        "versions": ours["versions"],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": _machine(),
     }
 
 
-def largest_loss_difference(turns: list[dict[str, Any]]) -> float:
-    """Return how far the losses of the two sides are apart: they train the same thing."""
-    ours, other = (next(t["losses"] for t in turns if t["side"] == side) for side in SIDES)
-    return max(abs(a - b) for a, b in zip(ours, other, strict=True))
+def _machine() -> str:
+    """Return the processor's name and the cores this process may use."""
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'an unnamed CPU'}"
 
 
 def main() -> None:
     args = parse_args()
-    if args.side:
-        report = measure(args)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(report), flush=True)
+    if args.list:
+        print("\n".join(CASES))
         return
-    turns = []
-    for turn in take_turns(args):
-        print(json.dumps(turn), flush=True)
-        turns.append(turn)
-    print(json.dumps(sum_up(turns)), flush=True)
+    cores = len(os.sched_getaffinity(0))
+    for name in args.cases:
+        bench = Bench(CASES[name], args.warmup, args.steps, cores)
+        for line in bench.lines(args.pairs):
+            print(json.dumps(line), flush=True)
+            seconds = statistics.median(line["ours_step_s"])
+            print(
+                f"{name}: {seconds:.3f} s a step, {line['peer']} / ours {line['ratio']:.2f}",
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":

@@ -20,14 +20,16 @@ RUN = {
     "tokens_per_second": 6543.2,
     "peak_memory_gb": 0.61,
 }
-STEP = {
-    "benchmark": "train_step_summary",
-    "size": "small",
-    "dtype": "fp32",
-    "ranks": 1,
-    "median_step_seconds": {"accelerate-megatron": 2.0, "accelerate": 3.0},
-    "speedup_of_each_pair": [1.5, 1.52],
-}
+STEPS = [
+    {
+        "case": "gpt2-S-fp32",
+        "peer": peer,
+        "ours_step_s": [2.0, 2.0, 9.0],
+        "peer_step_s": [3.0, 3.04, 1.0],
+        "ratio": ratio,
+    }
+    for peer, ratio in (("hf-same-settings", 1.5), ("hf-as-run", 2.5), ("hf-same-settings", 1.52))
+]
 MACHINE = {
     "cores": 2,
     "python": "3.11.7",
@@ -48,21 +50,24 @@ def results_table(monkeypatch, tmp_path):
     (tmp_path / "machine.json").write_text(json.dumps(MACHINE))
     (tmp_path / "train-tp2-pp2.json").write_text(json.dumps(RUN))
     (tmp_path / "train-one.json").write_text(json.dumps({**RUN, "tp": 1, "pp": 1}))
-    (tmp_path / "train_step.jsonl").write_text(json.dumps(STEP) + "\n")
+    (tmp_path / "train_step.jsonl").write_text("\n".join(map(json.dumps, STEPS)))
     monkeypatch.setattr(results_table, "RESULTS", tmp_path)
     return results_table
 
 
 def test_marked_parts_are_replaced_and_the_rest_is_kept(results_table):
     text = (
-        "a\n<!-- results: tests -->\nold\n<!-- end -->\nb\n<!-- results: train -->\n<!-- end -->\n"
+        "a\n<!-- results: tests -->\nold\n<!-- /results: tests -->\nb\n"
+        "<!-- results: train -->\n<!-- /results: train -->\n"
     )
 
     filled = results_table.fill(text)
 
     assert filled == (
-        "a\n<!-- results: tests -->\n```text\n== 300 passed in 400.00s ==\n```\n<!-- end -->\nb\n"
-        "<!-- results: train -->\n```text\nvalidation loss: 8.366 before\n```\n<!-- end -->\n"
+        "a\n<!-- results: tests -->\n```text\n== 300 passed in 400.00s ==\n```\n"
+        "<!-- /results: tests -->\nb\n"
+        "<!-- results: train -->\n```text\nvalidation loss: 8.366 before\n```\n"
+        "<!-- /results: train -->\n"
     )
     assert results_table.fill(filled) == filled
 

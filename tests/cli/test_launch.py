@@ -351,3 +351,14 @@ def test_the_launcher_reads_its_flags_without_torch():
     )
 
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_on_cpu_freed_memory_is_kept_unless_the_user_says_otherwise(capsys, script, monkeypatch):
+    kept = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+
+    assert kept <= set(planned(capsys, "--cpu", script)["env"])
+    assert not kept & set(planned(capsys, "--cpu", "--allocator=default", script)["env"])
+    assert not kept & set(planned(capsys, script)["env"])  # on CUDA devices
+
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so")
+    assert not kept & set(planned(capsys, "--cpu", script)["env"])

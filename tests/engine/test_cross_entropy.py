@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,17 +15,20 @@ from tests.helpers.ranks import run_ranks
 def losses_and_gradients(
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, scale: torch.Tensor
 ) -> Any:
-    """Return this rank's losses and the gradient of its columns."""
+    """Return this rank's losses and the gradient of its columns, computed in several parts."""
     from accelerate_megatron import engine
 
     engine.activate("cpu")
-    from accelerate_megatron.engine.cross_entropy import vocabulary_cross_entropy
+    from accelerate_megatron.engine import cross_entropy
 
     columns = logits.shape[-1] // dist.get_world_size()
     first = dist.get_rank() * columns
     mine = logits[..., first : first + columns].clone().requires_grad_()
-    loss = vocabulary_cross_entropy(mine, labels, vocab_size=vocab_size, tp_group=dist.group.WORLD)
-    (loss * scale).sum().backward()
+    with patch.dict(cross_entropy._TOGETHER, cpu=4 * columns):
+        loss = cross_entropy.vocabulary_cross_entropy(
+            mine, labels, vocab_size=vocab_size, tp_group=dist.group.WORLD
+        )
+        (loss * scale).sum().backward()
     return loss.detach(), mine.grad
 
 

@@ -116,6 +116,13 @@ def _add_job_flags(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     )
     actions += add("threads", "threads per rank (cores / ranks, at least 1)", type=int, metavar="N")
     actions += add(
+        "allocator",
+        "on CPU, keep: memory of freed tensors is kept for the next ones, which is faster; "
+        "default: as the C library does, so also where the environment names an allocator (keep)",
+        choices=["keep", "default"],
+        metavar="A",
+    )
+    actions += add(
         "main_process_port",
         "port the ranks meet at; 0 picks a free one, on one machine (0)",
         type=int,
@@ -163,6 +170,7 @@ def _options(
         mixed_precision=job.get("mixed_precision"),
         port=job.get("main_process_port", 0),
         threads=args.threads,
+        allocator=args.allocator or "keep",
         max_restarts=job.get("max_restarts", 0),
         plugin=plugin,
         env=file.env,

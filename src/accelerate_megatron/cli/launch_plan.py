@@ -14,6 +14,15 @@ from accelerate_megatron.config.plugin_fields import FIELD, parse_bool
 # The axes whose product the number of ranks must be a multiple of.
 _MODEL_AXES = ("tp_degree", "pp_degree", "context_parallel_size")
 
+# Tensors of more than 32 MB (at most) are mappings of their own to glibc, which the kernel zeroes
+# page by page each time. With these (mallopt(3)) it keeps what is freed for the next tensor.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+_OTHER_ALLOCATORS = ("GLIBC_TUNABLES", "LD_PRELOAD")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
@@ -27,6 +36,8 @@ class LaunchOptions:
     mixed_precision: str | None
     port: int
     threads: int | None
+    allocator: str = "keep"
+    """"keep": on CPU, memory of freed tensors stays with the process; "default": as libc does."""
     max_restarts: int = 0
     num_machines: int = 1
     machine_rank: int = 0
@@ -83,6 +94,7 @@ def plan_launch(options: LaunchOptions, machine: Machine, environ: Mapping[str, 
     }
     if use_cpu:
         env["ACCELERATE_USE_CPU"] = "true"
+        env |= _allocator(options, environ)
     if options.mixed_precision is not None:
         env["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision
     return LaunchPlan(
@@ -154,6 +166,12 @@ def _threads(
             f"torch computes wrong numbers; unset it, or pass --threads {limit}."
         )
     return threads
+
+
+def _allocator(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of glibc's allocator; none where the user has made a choice."""
+    has_chosen = any(name in environ for name in (*_KEEP_MEMORY, *_OTHER_ALLOCATORS))
+    return {} if options.allocator == "default" or has_chosen else _KEEP_MEMORY
 
 
 def _notes(

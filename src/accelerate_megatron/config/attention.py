@@ -8,7 +8,8 @@ from typing import Any
 from accelerate_megatron.config.plugin_fields import FALSE_WORDS, TRUE_WORDS
 from accelerate_megatron.models.shape import ModelShape
 
-_SDPA = ("none", *TRUE_WORDS, "auto", "sdpa")
+_BEST = ("none", *TRUE_WORDS, "auto")
+_SDPA = "sdpa"
 _UNFUSED = (*FALSE_WORDS, "unfused", "local")
 _NOT_HERE = ("flash", "fused")
 
@@ -18,37 +19,39 @@ class AttentionSettings:
     """How the core attention is computed.
 
     Attributes:
-        fused: By torch's scaled dot product attention; False: as two matrix products with the
-            scores [b, heads, s, s] between them.
-        softmax_in_fp32: Whether the softmax of the scores is fp32. Fused kernels always do that.
+        kernel: "sdpa", torch's scaled dot product attention; "unfused", two matrix products with
+            the scores [b, heads, s, s] between them; "auto", torch's or, where that is faster,
+            `engine/block_attention.py`.
+        softmax_in_fp32: Whether the softmax of the scores is fp32. So it always is but for
+            "unfused".
     """
 
-    fused: bool = True
+    kernel: str = "auto"
     softmax_in_fp32: bool = True
 
 
 def resolve_attention(plugin: Any) -> AttentionSettings:
     """Return what the plugin's two fields, which have been checked, ask for."""
-    return AttentionSettings(
-        fused=str(plugin.attention_backend).lower() in _SDPA,
-        softmax_in_fp32=plugin.attention_softmax_in_fp32,
-    )
+    word = str(plugin.attention_backend).lower()
+    kernel = "auto" if word in _BEST else _SDPA if word == _SDPA else "unfused"
+    return AttentionSettings(kernel=kernel, softmax_in_fp32=plugin.attention_softmax_in_fp32)
 
 
 def backend_problem(backend: Any) -> str:
     """Return why `attention_backend` cannot be `backend`; empty when it can."""
     word = str(backend).lower()
-    if word in (*_SDPA, *_UNFUSED):
+    if word in (*_BEST, _SDPA, *_UNFUSED):
         return ""
     if word in _NOT_HERE:
         return (
             f"MegatronLMPlugin.attention_backend is {backend!r}, a kernel of Transformer Engine's, "
-            "whose layers are not used here. Leave it out: torch's scaled dot product attention "
-            "takes the best kernel of the device; 'unfused' is the plain one."
+            "whose layers are not used here. Leave it out for the fastest kernel of the device; "
+            "'sdpa' is torch's, 'unfused' the plain one."
         )
     return (
-        f"MegatronLMPlugin.attention_backend is {backend!r}; it must be True, 'auto' or 'sdpa' "
-        "(torch's scaled dot product attention), or False, 'unfused' or 'local' (matrix products)."
+        f"MegatronLMPlugin.attention_backend is {backend!r}; it must be True or 'auto' (the "
+        "fastest), 'sdpa' (torch's scaled dot product attention), or False, 'unfused' or 'local' "
+        "(matrix products)."
     )
 
 
@@ -64,9 +67,9 @@ def softmax_problems(plugin: Any, shape: ModelShape, precision: str) -> list[str
         return []
     start = "attention_softmax_in_fp32 is False, but "
     problems = []
-    if resolve_attention(plugin).fused:
+    if resolve_attention(plugin).kernel != "unfused":
         problems.append(
-            f"{start}torch's fused attention always has its softmax in fp32. Set "
+            f"{start}attention that keeps no scores always has its softmax in fp32. Set "
             "attention_backend='unfused', or leave attention_softmax_in_fp32 out."
         )
     if precision == "no":

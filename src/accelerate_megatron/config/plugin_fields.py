@@ -152,7 +152,7 @@ FIELDS: tuple[PluginField, ...] = (
         "attention_backend",
         "str",
         None,
-        "sdpa (true): torch's scaled dot product attention; unfused (false): matrix products",
+        "true: the fastest; sdpa: torch's; unfused (false): matrix products that keep the scores",
     ),
     PluginField("expert_model_parallel_size", "int", 1, "ranks that experts are over"),
     PluginField("context_parallel_size", "int", 1, "ranks that the sequence is over"),

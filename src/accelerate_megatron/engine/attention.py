@@ -1,4 +1,4 @@
-"""The core attention of the layer spec: torch's scaled dot product attention, or the plain one."""
+"""The core attention of the layer spec: torch's scaled dot product attention, or another one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
+from accelerate_megatron.engine.block_attention import block_attention, prefers_blocks
 from accelerate_megatron.engine.context_parallel import (
     chunks_with_bounds,
     gather_sequence,
@@ -155,8 +156,16 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
         queries, keys = q.shape[2], k.shape[2]
         first = keys - queries if first_query is None else first_query
         mask = self._windowed(mask, first, queries, keys, q.device)
-        if not self.config.fused_attention:
+        if self.config.attention_kernel == "unfused":
             return self._attend_unfused(q, k, v, mask)
+        dropout = self.dropout if self.training else 0.0
+        if (
+            self.config.attention_kernel == "auto"
+            and mask is None
+            and dropout == 0.0
+            and prefers_blocks(q, k, v, is_causal=self.is_causal)
+        ):
+            return block_attention(q, k, v, scale=self.scale, is_causal=self.is_causal)
         is_causal = mask is None and self.is_causal and queries > 1
         bias = ~mask if mask is not None and mask.dtype == torch.bool else mask
         if is_causal and queries != keys:
@@ -172,7 +181,7 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
             k,
             v,
             attn_mask=bias,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=is_causal,
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],

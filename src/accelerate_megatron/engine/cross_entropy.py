@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_TOGETHER = {"cpu": 2**18, "cuda": 2**26}
+"""By device, about how many logits are in fp32 at once: 1 MB for a CPU's cache, 256 MB."""
 
 
 def vocabulary_cross_entropy(
@@ -24,9 +28,9 @@ def vocabulary_cross_entropy(
         tp_group: The ranks that hold the other columns, in order.
     """
     loss: torch.Tensor = _VocabularyCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels, vocab_size, tp_group
+        logits.flatten(0, -2), labels.flatten(), vocab_size, tp_group
     )
-    return loss
+    return loss.view(labels.shape)
 
 
 def token_losses(
@@ -48,6 +52,8 @@ def token_losses(
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Of logits [tokens, columns] and labels [tokens], a few tokens at a time."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -56,43 +62,64 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         tp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        columns = logits.shape[-1]
+        tokens, columns = logits.shape
         first = dist.get_rank(tp_group) * columns
         num_real = min(max(vocab_size - first, 0), columns)
-        real = logits[..., :num_real].float()
-
-        largest = (
-            real.amax(dim=-1)
-            if num_real
-            else real.new_full(labels.shape, torch.finfo(real.dtype).min)
-        )
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-        shifted = real - largest.unsqueeze(-1)
-
         is_mine = (labels >= first) & (labels < first + num_real)
-        index = (labels - first).clamp(0, max(num_real - 1, 0))
-        target = (
-            shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0.0)
-            if num_real
-            else torch.zeros_like(largest)
-        )
-        # One collective for both sums.
-        sums = torch.stack([shifted.exp_().sum(dim=-1), target])
-        dist.all_reduce(sums, group=tp_group)
-        log_normaliser = sums[0].log()
+        index = (labels - first).clamp(0, max(num_real - 1, 0)).unsqueeze(-1)
 
-        ctx.save_for_backward(logits, largest + log_normaliser, index, is_mine)
+        largest = torch.full(
+            (tokens,), torch.finfo(torch.float32).min, dtype=torch.float32, device=logits.device
+        )
+        total, target = torch.zeros_like(largest), torch.zeros_like(largest)
+        for part in _parts(logits, num_real):
+            real = logits[part, :num_real]
+            target[part] = real.gather(-1, index[part]).squeeze(-1).float()
+            largest[part] = real.amax(dim=-1).float()
+            # fp32, whatever the logits are: of two tensors the wider dtype counts.
+            total[part] = (real - largest[part].unsqueeze(-1)).exp_().sum(dim=-1)
+        target.masked_fill_(~is_mine, 0.0)
+        if tp_group.size() > 1:
+            largest, total, target = _over_ranks(largest, total, target, tp_group)
+
+        ctx.save_for_backward(logits, largest + total.log(), index, is_mine)
         ctx.num_real = num_real
-        return log_normaliser - sums[1]
+        return total.log() - (target - largest)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, log_sum, index, is_mine = ctx.saved_tensors
         (grad_loss,) = grad_outputs
         num_real = ctx.num_real
-        grad = torch.zeros_like(logits)
-        if num_real:
-            softmax = (logits[..., :num_real].float() - log_sum.unsqueeze(-1)).exp_()
-            softmax.scatter_add_(-1, index.unsqueeze(-1), -is_mine.unsqueeze(-1).to(softmax.dtype))
-            grad[..., :num_real] = softmax.mul_(grad_loss.unsqueeze(-1))
+        at_label = -is_mine.float().unsqueeze(-1)
+        grad = torch.empty_like(logits)
+        grad[:, num_real:] = 0
+        for part in _parts(logits, num_real):
+            softmax = (logits[part, :num_real] - log_sum[part].unsqueeze(-1)).exp_()
+            softmax.scatter_add_(-1, index[part], at_label[part])
+            grad[part, :num_real] = softmax.mul_(grad_loss[part].unsqueeze(-1))
         return grad, None, None, None
+
+
+def _parts(logits: torch.Tensor, num_real: int) -> Iterator[slice]:
+    """Yield the tokens that are computed together; nothing where a rank has padding alone.
+
+    In fp32 there are never more logits than these, which stay in the caches of a CPU.
+    """
+    if num_real == 0:
+        return
+    tokens = max(1, _TOGETHER[logits.device.type] // num_real)
+    for start in range(0, logits.shape[0], tokens):
+        yield slice(start, start + tokens)
+
+
+def _over_ranks(
+    largest: torch.Tensor, total: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the largest logit, the sum of exp(logit - largest) and the label's logit, of all."""
+    everywhere = largest.clone()
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=group)
+    # One collective for both sums.
+    sums = torch.stack([total * (largest - everywhere).exp(), target])
+    dist.all_reduce(sums, group=group)
+    return everywhere, sums[0], sums[1]

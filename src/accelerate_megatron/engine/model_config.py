@@ -26,8 +26,8 @@ class ModelConfig(TransformerConfig):  # type: ignore[misc]  # megatron is untyp
     """The low-rank vectors of multi-latent attention; None: attention has none."""
     mlp_dropout: float = 0.0
     """Dropout on what the MLP's activation gives, before `linear_fc2`."""
-    fused_attention: bool = True
-    """Whether attention is torch's scaled dot product attention, which keeps no scores."""
+    attention_kernel: str = "auto"
+    """As `AttentionSettings.kernel`."""
 
     def attention_window(self, layer_number: int) -> int | None:
         """Return the window of a layer, counted from 1 over the whole model."""

@@ -76,7 +76,7 @@ def _model_settings(run: RunConfig) -> dict[str, Any]:
         pipeline_dtype=dtype,
         **values_of(PRECISION, run),
         **_recompute(run),
-        fused_attention=run.attention.fused,
+        attention_kernel=run.attention.kernel,
         attention_softmax_in_fp32=run.attention.softmax_in_fp32,
         calculate_per_token_loss=run.per_token_loss,
         finalize_model_grads_func=finalize_model_grads,

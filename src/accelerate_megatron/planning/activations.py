@@ -33,8 +33,7 @@ class Workload:
     """Whether the distributed optimizer is on."""
     on_cpu: bool = False
     """Whether it runs on the CPU: there torch's RMSNorm is several operations, which keep two fp32
-    copies of its input, and attention makes values and keys equally wide; else the one operation
-    of either keeps what it is given."""
+    copies of its input; else the one operation keeps what it is given."""
 
 
 def norm_bytes(shape: ModelShape, work: Workload) -> int:
@@ -83,8 +82,7 @@ def _attention_elements(shape: ModelShape, layout: Layout, work: Workload) -> in
     query = shape.num_attention_heads * shape.kv_channels
     keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
     if shape.latent is not None:
-        pads = work.on_cpu and shape.key_channels != shape.kv_channels
-        return shape.num_attention_heads * _latent_head_elements(shape.latent, shape, pads=pads)
+        return shape.num_attention_heads * _latent_head_elements(shape.latent, shape)
     is_turned = shape.position_embedding == "rope"
     if layout.cp_size > 1:
         # Keys and values of all ranks, and the outputs of the two chunks before they are joined.
@@ -93,17 +91,12 @@ def _attention_elements(shape: ModelShape, layout: Layout, work: Workload) -> in
     return query + keys_and_values + (query + keys_and_values // 2 if is_turned else 0)
 
 
-def _latent_head_elements(latent: LatentAttention, shape: ModelShape, *, pads: bool) -> int:
+def _latent_head_elements(latent: LatentAttention, shape: ModelShape) -> int:
     """Elements per token and head that latent attention keeps, besides its projection's input.
 
-    With `pads`, queries, keys, values and the output are as wide as the widest of them. Values
-    that are not padded are a part of the projection that has the keys' contents too.
+    Values are a part of the projection that has the keys' contents too, and keep all of it.
     """
-    projected = latent.content_channels + shape.kv_channels
-    if not pads:
-        return 2 * latent.key_channels + projected
-    wide = max(latent.key_channels, shape.kv_channels)
-    return 3 * wide + (projected if shape.kv_channels == wide else wide)
+    return 2 * latent.key_channels + latent.content_channels + shape.kv_channels
 
 
 def _rotation_bytes(shape: ModelShape, layout: Layout, work: Workload) -> float:
