@@ -128,7 +128,7 @@ def test_a_backend_that_is_not_here_is_refused(backend: str, message: str) -> No
 @pytest.mark.parametrize(
     ("plugin", "precision", "message"),
     [
-        ({}, "bf16", "fused attention always has its softmax in fp32"),
+        ({}, "bf16", "keeps no scores always has its softmax in fp32"),
         ({"attention_backend": "unfused"}, "no", "mixed_precision is 'no', so that all is fp32"),
     ],
 )
