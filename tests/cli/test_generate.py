@@ -18,13 +18,17 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import VOCAB_SIZE, TinyModel
 
 RECIPE = TinyModel("llama", changes={"num_hidden_layers": 2})
+WITH_ENCODER = TinyModel("t5", changes={"num_layers": 2, "num_decoder_layers": 2})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(RECIPE, tmp_path_factory.mktemp("llama"))
+
+
+def write_folder(recipe: TinyModel, path: Path) -> Path:
     """Write a model with a tokenizer of whole words: w0, w1, ..."""
-    path = tmp_path_factory.mktemp("llama")
-    RECIPE.build().save_pretrained(path)
+    recipe.build().save_pretrained(path)
     words = models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -51,11 +55,14 @@ def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def run_job(module: str, settings: dict[str, Any], flags: list[str]) -> Any:
         assert module == "accelerate_megatron.cli.generate_ranks"
-        assert flags == ["--pp_degree", "2", "--mixed_precision", "no"]
+        assert flags[:2] == ["--pp_degree", "2"]
+        assert flags[-2:] == ["--mixed_precision", "no"]
         report = tmp_path / "report.json"
         path = tmp_path / "settings.json"
         path.write_text(json.dumps({**settings, "report": str(report)}))
-        env = {"ACCELERATE_USE_CPU": "true", "MEGATRON_LM_PP_DEGREE": "2"}
+        fields = zip(flags[:-2:2], flags[1:-2:2], strict=True)
+        env = {f"MEGATRON_LM_{flag[2:].upper()}": value for flag, value in fields}
+        env["ACCELERATE_USE_CPU"] = "true"
         texts.extend(run_ranks(on_rank, str(path), num_ranks=2, env=env))
         return json.loads(report.read_text())
 
@@ -63,8 +70,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return texts
 
 
-def continuation(prompt: list[int], **asked: Any) -> str:
-    model = RECIPE.build().eval()
+def continuation(prompt: list[int], recipe: TinyModel = RECIPE, **asked: Any) -> str:
+    model = recipe.build().eval()
     tokens = model.generate(
         torch.tensor([prompt]), do_sample=False, use_cache=True, pad_token_id=0, **asked
     )
@@ -79,6 +86,20 @@ def test_it_streams_each_prompt_on_the_main_process(folder: Path, printed: list[
     wanted = [continuation(prompt, max_new_tokens=6) for prompt in ([5, 6], [7])]
     assert printed[0] == ""
     assert printed[1].split("\n") == [*wanted, ""]
+
+
+def test_it_streams_what_a_model_with_an_encoder_answers(
+    tmp_path: Path, printed: list[str]
+) -> None:
+    write_folder(WITH_ENCODER, tmp_path / "t5")
+    words = ["--prompt", "w5 w6 w9", "--max_new_tokens", "6", "--pp_degree", "2"]
+
+    split = ["--pipeline_model_parallel_split_rank", "1"]
+    assert main(["generate", str(tmp_path / "t5"), *words, *split]) == 0
+
+    wanted = continuation([5, 6, 9], WITH_ENCODER, max_new_tokens=6)
+    assert wanted.startswith("w3 ")
+    assert printed == ["", wanted + "\n"]
 
 
 def test_json_and_beams_come_at_the_end(folder: Path, printed: list[str], capsys) -> None:

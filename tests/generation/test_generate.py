@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.generation.calling import (
     LAYOUTS,
@@ -21,6 +24,7 @@ from tests.helpers.tiny_models import TinyModel, pad_samples, ragged_samples
 from tests.plugin.test_custom import own_model
 from tests.training.start import TWO_LAYERS, WITH_DROPOUT, start
 
+aten = torch.ops.aten
 SAMPLED = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9, "seed": 11}
 DOCUMENTED = [
     {"top_p": 0.8, "top_p_decay": 0.5, "temperature": 0.9, "seed": 1},
@@ -171,6 +175,84 @@ def test_what_one_rank_gets_wrong_is_refused_on_all() -> None:
         strict=True,
     ):
         assert expected in text
+
+
+class Breaking:
+    """A streamer whose reader goes away."""
+
+    def __init__(self) -> None:
+        self.num_puts = 0
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        self.num_puts += 1
+        if self.num_puts == 4:
+            raise BrokenPipeError("nobody reads")
+
+    def end(self) -> None:
+        raise AssertionError("a streamer that failed is not ended")
+
+
+def breaking_streamer(recipe: TinyModel, plugin: dict[str, Any]) -> tuple[str, int]:
+    """Let the last rank's streamer fail; return what this rank raises, and the last one's puts."""
+    model = start(recipe, **plugin).model
+    streamer = Breaking()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    asked = {"max_new_tokens": 40, "eos_token_id": [], "streamer": streamer if is_last else None}
+    text = refusal_of(model, prompts(3, 7), asked)
+    model.megatron_generate(*prompts(3, 7), max_new_tokens=2)  # and then it works
+    return text, streamer.num_puts if is_last else 4
+
+
+def test_a_streamer_that_fails_on_one_rank_ends_the_call_on_all_replicas() -> None:
+    results = run_ranks(breaking_streamer, TWO_LAYERS, {"tp_degree": 2}, num_ranks=4)
+
+    assert set(results) == {("rank 3: BrokenPipeError: nobody reads", 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "plugin"),
+    [
+        (TWO_LAYERS, {"pp_degree": 2}),
+        (TWO_LAYERS, {}),
+        (TinyModel("mixtral"), {"expert_model_parallel_size": 2}),
+    ],
+    ids=["pp2", "dp2", "ep2"],
+)
+def test_a_streamer_that_fails_ends_the_call_on_other_layouts(
+    recipe: TinyModel, plugin: dict[str, Any]
+) -> None:
+    results = run_ranks(breaking_streamer, recipe, plugin, num_ranks=2)
+
+    assert set(results) == {("rank 1: BrokenPipeError: nobody reads", 4)}
+
+
+def products_of_each_token(recipe: TinyModel, batch_size: int) -> list[int]:
+    """Return the floating-point operations of all linear layers, for each new token."""
+    model = start(recipe).model
+    counts: list[int] = []
+
+    class Notes:
+        def put(self, _tokens: torch.Tensor) -> None:
+            by_operation = counter.get_flop_counts().get("Global", {})
+            counts.append(sum(by_operation.get(op, 0) for op in (aten.mm, aten.addmm)))
+
+        def end(self) -> None:
+            pass
+
+    ids = prompts(5)[0].expand(batch_size, -1)
+    with FlopCounterMode(display=False) as counter:
+        model.megatron_generate(ids, max_new_tokens=48, eos_token_id=[], streamer=Notes())
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+@pytest.mark.parametrize("recipe", [TWO_LAYERS, TinyModel("llama")], ids=["gpt2", "llama"])
+def test_a_token_takes_the_same_products_however_many_came_before(recipe: TinyModel) -> None:
+    [(prompt, *tokens)] = run_ranks(products_of_each_token, recipe, 2, num_ranks=1)
+
+    assert len(tokens) == 47
+    assert set(tokens) == {tokens[0]}
+    assert 0 < tokens[0] < prompt / 2
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def read(input_ids: Any, attention_mask: Any = None, **asked: Any) -> Prompts:
         ({"num_beams": 4, "vocab_size": 3}, "num_beams is 4; it can be at most vocab_size, 3"),
         ({"do_sample": False, "top_k": 4}, "do_sample is False, and top_k would have no effect"),
         ({"seed": 1, "random_seed": 2}, "seed is 1 and random_seed 2"),
+        ({"decoder_start_token_id": 3}, "decoder_start_token_id is 3, which is for models with an"),
         ({"topk": 4}, "does not know topk; did you mean top_k?"),
         ({"repetition_penalty": 1.2}, "does not know repetition_penalty"),
     ],

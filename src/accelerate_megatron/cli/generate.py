@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate_megatron.checkpoint.capture import HF_FOLDER
@@ -148,9 +149,11 @@ def _check_settings(asked: dict[str, Any], configs: Path) -> None:
     Raises:
         GenerationError: One does not fit.
     """
-    config = json.loads((configs / "config.json").read_text(encoding="utf-8"))
-    bos = config.get("bos_token_id")
-    model = ModelTokens(
-        vocab_size=config["vocab_size"], eos_token_ids=(), pad_token_id=None, bos_token_id=bos
-    )
-    resolve_settings(asked, model)
+    known = [
+        SimpleNamespace(**json.loads(path.read_text(encoding="utf-8")))
+        for name in ("generation_config.json", "config.json")
+        if (path := configs / name).is_file()
+    ]
+    config = known[-1]
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    resolve_settings(asked, ModelTokens.of(known, config.vocab_size, has_encoder=has_encoder))

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    TextStreamer,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TextStreamer
 
 from accelerate_megatron import Accelerator
 from accelerate_megatron.cli.jobs import settings_of_rank, write_report
+from accelerate_megatron.cli.model_class import empty_model
 
 
 def main() -> None:
@@ -38,7 +33,7 @@ def _load(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
     folder = Path(settings["configs"])
     config = AutoConfig.from_pretrained(folder)
     with init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        empty = empty_model(config)
     if (folder / "generation_config.json").is_file():
         empty.generation_config = GenerationConfig.from_pretrained(folder)
     if settings["checkpoint"] is None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from accelerate_megatron.engine.randomness import ModelRandomness
     from accelerate_megatron.engine.schedule import clear_gradients, run_schedule, scale_gradients
     from accelerate_megatron.engine.shards import Shard
+    from accelerate_megatron.engine.two_stack_decoding import TwoStackDecoder
 
 __all__ = [
     "Decoder",
@@ -62,6 +63,7 @@ __all__ = [
     "Ranks",
     "Shard",
     "TensorPieces",
+    "TwoStackDecoder",
     "activate",
     "active_device",
     "balance_routers",
@@ -110,6 +112,7 @@ _EXPORTS: dict[str, str] = {
     "Ranks": "groups",
     "Shard": "shards",
     "TensorPieces": "checkpointing",
+    "TwoStackDecoder": "two_stack_decoding",
     "build_chunks": "build",
     "build_gpt_datasets": "datasets",
     "build_masked_datasets": "masked_datasets",

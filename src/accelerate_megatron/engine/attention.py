@@ -20,7 +20,6 @@ from accelerate_megatron.engine.context_parallel import (
     heads_for_tokens,
     tokens_for_heads,
 )
-from accelerate_megatron.engine.kv_cache import LayerCache
 from accelerate_megatron.engine.model_config import ModelConfig
 from accelerate_megatron.engine.unfused_attention import causal_hidden, unfused_attention
 
@@ -30,12 +29,7 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
 
     Megatron's own `DotProductAttention` without Transformer Engine materialises the
     [b, heads, s, s] scores; torch's fused kernels do not. `attention_backend="unfused"` does.
-
-    Attributes:
-        cache: While tokens are generated, what the layer keeps of those before; else None.
     """
-
-    cache: LayerCache | None = None
 
     def __init__(  # noqa: PLR0913  # the signature is Megatron's
         self,
@@ -97,9 +91,6 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
                 "Packed sequences came as packed_seq_params, which this core attention does not "
                 "read; hide documents from each other with an attention mask [b, 1, s, s]."
             )
-        if self.cache is not None:
-            kept = self.cache.attend(query, key, value, scale=self.scale, window=self.window)
-            return kept.flatten(2)
         if not self.training or self.dropout == 0.0 or self.config.sequence_parallel:
             # Under sequence parallelism the whole layer already runs in the forked state.
             context = self._over_ranks(query, key, value, attention_mask)

@@ -1,8 +1,8 @@
 """Running a model one token at a time, over its pipeline stages.
 
-The layers are called one by one rather than through GPTModel: positions differ by row where
-prompts are padded, only the last token needs logits, and the stages send each other what they
-compute without a schedule.
+Not through GPTModel: positions differ by row where prompts are padded, only the last token needs
+logits, and the stages send each other what they compute without a schedule. Nor through Megatron's
+layers: see `lean_layer`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from accelerate_megatron.config.run import RunConfig
-from accelerate_megatron.engine.attention import SdpaCoreAttention
+from accelerate_megatron.engine.encoder_decoder import EncoderDecoderStage
 from accelerate_megatron.engine.groups import Ranks
-from accelerate_megatron.engine.kv_cache import KeyValueCache, Turn, attach
+from accelerate_megatron.engine.kv_cache import KeyValueCache, Turn
+from accelerate_megatron.engine.lean_layer import LeanCrossLayer, LeanLayer
 from accelerate_megatron.engine.lean_linear import lean_linear_layers
 from accelerate_megatron.engine.model import GPTChunk
 from accelerate_megatron.engine.translate import DTYPES
@@ -53,15 +55,16 @@ class Decoder:
         """
         self._wrapped = chunks
         self._chunks: list[Any] = [innermost(chunk) for chunk in chunks]
-        assert can_decode(chunks)
         self._run = run
         self._ranks = ranks
         self._device = device
+        self._dtype = DTYPES[run.precision]
         self._pipeline = dist.get_process_group_ranks(ranks.pp_group)
         members = ranks.all_replicas[ranks.dp_rank]
         self.source = members[-(len(members) // ranks.pp_size)]
         self._cache: KeyValueCache | None = None
-        self._frequencies: torch.Tensor | None = None
+        self._layers: list[list[LeanLayer] | list[LeanCrossLayer]] = []
+        self._turns: Turn | None = None
 
     @contextmanager
     def reading(self, capacity: int, padding: torch.Tensor | None) -> Iterator[None]:
@@ -72,9 +75,6 @@ class Decoder:
             padding: Bool [b, s], True before a row's first token, or None.
         """
         finish_parameter_gather(self._wrapped)
-        self._cache = KeyValueCache(capacity, padding)
-        if self._run.shape.position_embedding == "rope":
-            self._frequencies = self._rotary_table(capacity)
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         with (
             torch.no_grad(),
@@ -83,12 +83,22 @@ class Decoder:
             lean_linear_layers(modules),
             wide_products(self._chunks),
         ):
-            attach(_cores(self._chunks), self._cache)
             try:
+                self._prepare(capacity, padding)
                 yield
             finally:
-                attach(_cores(self._chunks), None)
-                self._cache = self._frequencies = None
+                self._cache, self._layers, self._turns = None, [], None
+
+    def _prepare(self, capacity: int, padding: torch.Tensor | None) -> None:
+        """Make an empty cache, and the layers that fill it."""
+        cache = KeyValueCache(capacity, self._dtype, padding=padding)
+        self._cache = cache
+        self._layers = [
+            [LeanLayer(layer, cache) for layer in chunk.decoder.layers] for chunk in self._chunks
+        ]
+        if self._run.shape.position_embedding == "rope":
+            frequencies = self._chunks[0].rotary_pos_emb.inv_freq
+            self._turns = Turn.table(frequencies, capacity, self._dtype)
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Read tokens and return the logits after the last one.
@@ -102,22 +112,27 @@ class Decoder:
             [b, vocabulary] on the ranks of the last stage, None elsewhere.
         """
         assert self._cache is not None, "read is called inside the block of reading"
-        if self._frequencies is not None:
-            angles = self._frequencies[positions].transpose(0, 1).unsqueeze(2)
-            self._cache.turn = Turn.by(angles, DTYPES[self._run.precision])
+        self._cache.begin(tokens.shape[1])
+        if self._turns is not None:
+            self._cache.turn = self._turns.at(positions)
+        rows = tokens.shape[0]
         hidden: torch.Tensor | None = None
-        for chunk in self._chunks:
-            if chunk.pre_process:
-                hidden = chunk.embedding(tokens, positions.expand_as(tokens))
+        for chunk, layers in zip(self._chunks, self._layers, strict=True):
+            if self._embeds(chunk):
+                hidden = _embed(chunk.embedding, tokens, positions)
             elif self._ranks.pp_size > 1:
-                hidden = self._receive(tokens.shape)
-            for layer in chunk.decoder.layers:
-                hidden, _ = layer(hidden, attention_mask=None)
-            if not chunk.post_process and self._ranks.pp_size > 1:
-                self._send(hidden)
-        self._cache.length += tokens.shape[1]
-        last = self._chunks[-1]
-        return self._logits(last, hidden) if last.post_process else None
+                hidden = self._receive(tokens.numel())
+            assert hidden is not None
+            for layer in layers:
+                hidden = layer(hidden, rows)
+            if chunk.post_process:
+                return self._logits(chunk, hidden[-rows:])
+            self._send(hidden)
+        return None
+
+    def _embeds(self, chunk: Any) -> bool:
+        """Say whether the decoder's first layer is this chunk's."""
+        return bool(chunk.pre_process)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Let the cache's row i be what row `rows[i]` was; int64 [new rows], equal on all ranks."""
@@ -134,55 +149,58 @@ class Decoder:
             dist.broadcast(message, self.source, group=self._ranks.replica_group)
         return message
 
-    def _logits(self, chunk: Any, hidden: torch.Tensor | None) -> torch.Tensor:
-        assert hidden is not None
-        hidden = hidden[-1:]
+    def _logits(self, chunk: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [b, vocabulary], from what the last layer gives of the last token, [b, hidden]."""
         if chunk.decoder.final_layernorm is not None:
             hidden = chunk.decoder.final_layernorm(hidden)
-        tied = chunk.share_embeddings_and_output_weights
-        weight = chunk.shared_embedding_or_output_weight() if tied else None
-        mine, _ = chunk.output_layer(hidden, weight=weight)
-        whole: torch.Tensor = gather_from_tensor_model_parallel_region(mine)
-        return whole[0, :, : self._run.shape.vocab_size]
+        mine = F.linear(self._scaled(hidden), self._output_weight(chunk))
+        whole = mine
+        if self._ranks.tp_group.size() > 1:
+            whole = gather_from_tensor_model_parallel_region(mine)
+        return whole[:, : self._run.shape.vocab_size]
 
-    def _rotary_table(self, capacity: int) -> torch.Tensor:
-        """Return the angle of each position and pair of channels, fp32 [capacity, channels / 2]."""
-        inverse = self._chunks[0].rotary_pos_emb.inv_freq
-        places = torch.arange(capacity, device=inverse.device, dtype=inverse.dtype)
-        return torch.outer(places, inverse)
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what goes into the output layer."""
+        return hidden
 
-    def _send(self, hidden: torch.Tensor | None) -> None:
+    def _output_weight(self, chunk: Any) -> torch.Tensor:
+        """Return this rank's rows of the output layer, [padded vocabulary / tp, hidden]."""
+        if chunk.share_embeddings_and_output_weights:
+            weight: torch.Tensor = chunk.shared_embedding_or_output_weight()
+        else:
+            weight = chunk.output_layer.weight
+        return weight
+
+    def _send(self, hidden: torch.Tensor) -> None:
         """Send activations to the stage that goes on: from the last one, to the first."""
-        assert hidden is not None
         stage = (self._ranks.pp_rank + 1) % self._ranks.pp_size
         dist.send(hidden.contiguous(), self._pipeline[stage], group=self._ranks.pp_group)
 
-    def _receive(self, shape: torch.Size) -> torch.Tensor:
-        """Return the activations of the stage before, [s, b, hidden]."""
-        rows, length = shape
-        hidden = torch.empty(
-            length,
-            rows,
-            self._run.shape.hidden_size,
-            dtype=DTYPES[self._run.precision],
-            device=self._device,
-        )
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        """Return the activations of the stage before, [num_tokens, hidden]."""
+        hidden = self._empty(num_tokens)
         stage = (self._ranks.pp_rank - 1) % self._ranks.pp_size
         dist.recv(hidden, self._pipeline[stage], group=self._ranks.pp_group)
         return hidden
 
+    def _empty(self, num_tokens: int) -> torch.Tensor:
+        size = (num_tokens, self._run.shape.hidden_size)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
+
+
+def _embed(embedding: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return what the first layer is given, [s x b, hidden], of tokens [b, s]."""
+    hidden: torch.Tensor = embedding.word_embeddings(tokens.t().reshape(-1))
+    if embedding.add_position_embedding:
+        places = positions.expand_as(tokens).t().reshape(-1)
+        hidden = hidden + F.embedding(places, embedding.position_embeddings.weight)
+    return hidden
+
 
 def can_decode(chunks: list[torch.nn.Module]) -> bool:
-    """Say whether `Decoder` takes these chunks: not those of a user's own model provider."""
-    return all(type(innermost(chunk)) is GPTChunk for chunk in chunks)
-
-
-def _cores(chunks: list[Any]) -> Iterator[torch.nn.Module]:
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            core = layer.self_attention.core_attention
-            assert isinstance(core, SdpaCoreAttention)
-            yield core
+    """Say whether these chunks can be decoded: not those of a user's own model provider."""
+    kinds = (GPTChunk, EncoderDecoderStage)
+    return all(type(innermost(chunk)) in kinds for chunk in chunks)
 
 
 @contextmanager

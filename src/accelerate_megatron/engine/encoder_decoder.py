@@ -176,7 +176,7 @@ class EncoderDecoderStage(LanguageModule):  # type: ignore[misc]  # megatron is 
             tokentype_ids: Must be None.
             lm_labels: [b, t], each in the vocabulary.
         """
-        encoded = self._encode(encoder_input_ids, encoder_attn_mask)
+        encoded = self.encode(encoder_input_ids, encoder_attn_mask)
         if self.decoder is None:
             return encoded
         length = decoder_input_ids.shape[1]
@@ -198,8 +198,16 @@ class EncoderDecoderStage(LanguageModule):  # type: ignore[misc]  # megatron is 
             return torch.cat([hidden, encoded])
         return self._output(hidden, lm_labels)
 
-    def _encode(self, ids: torch.Tensor, hidden_keys: torch.Tensor | None) -> torch.Tensor:
-        """Return what this stage's encoder layers give, or what was received without any."""
+    def encode(self, ids: torch.Tensor, hidden_keys: torch.Tensor | None) -> torch.Tensor:
+        """Return what this stage's encoder layers give, or what was received without any.
+
+        Args:
+            ids: [b, s].
+            hidden_keys: Bool, broadcasts to [b, 1, s, s], True = hidden; or None.
+
+        Returns:
+            [s, b, hidden]; s is this rank's part under sequence parallelism.
+        """
         if self.encoder is None:
             assert self._input is not None
             return self._input
@@ -216,7 +224,7 @@ class EncoderDecoderStage(LanguageModule):  # type: ignore[misc]  # megatron is 
 
     def _output(self, hidden: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         hidden = self._drop(hidden) * self.output_scale
-        weight = self.embedding.word_embeddings.weight if self._has_words_for_output else None
+        weight = self.output_weight if self._has_words_for_output else None
         logits, _ = self.output_layer(hidden, weight=weight)
         if labels is None:
             whole: torch.Tensor = logits.transpose(0, 1).contiguous()
@@ -224,6 +232,13 @@ class EncoderDecoderStage(LanguageModule):  # type: ignore[misc]  # megatron is 
         return token_losses(
             logits, labels, vocab_size=self.vocab_size, tp_group=self.pg_collection.tp
         )
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, [padded vocabulary / tp, hidden]; last stage."""
+        words = self.embedding.word_embeddings if self._has_words_for_output else self.output_layer
+        weight: torch.Tensor = words.weight
+        return weight
 
     @property
     def _has_words_for_output(self) -> bool:

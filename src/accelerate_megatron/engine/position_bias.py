@@ -59,19 +59,34 @@ class RelativePositionBias(MegatronModule):  # type: ignore[misc]  # megatron is
             length: Tokens of a row, of all sequence-parallel ranks together.
             hidden: Bool, broadcasts to [b, 1, length, length]; True where a query must not look.
         """
-        weight = self.relative_attention_bias.weight
-        places = torch.arange(length, device=weight.device)
+        places = self._places(length)
+        bias = self._of(places - places.unsqueeze(1))
+        if hidden is None:
+            return bias.contiguous()
+        # Not -inf: a row in which everything is hidden has to stay finite.
+        return bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+
+    def of_last_query(self, length: int) -> torch.Tensor:
+        """Return what the last of `length` tokens adds to its scores, [1, heads / tp, 1, length].
+
+        The last n columns are what token n - 1 adds, whatever the length.
+        """
+        places = self._places(length)
+        return self._of(places[None] - places[-1]).contiguous()
+
+    def _places(self, length: int) -> torch.Tensor:
+        return torch.arange(length, device=self.relative_attention_bias.weight.device)
+
+    def _of(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return [1, heads / tp, queries, keys], of places of keys less those of queries."""
         buckets = distance_buckets(
-            places - places.unsqueeze(1),
+            distances,
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
             looks_ahead=self.looks_ahead,
         )
         bias: torch.Tensor = self.relative_attention_bias(buckets).permute(2, 0, 1).unsqueeze(0)
-        if hidden is None:
-            return bias.contiguous()
-        # Not -inf: a row in which everything is hidden has to stay finite.
-        return bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+        return bias
 
     def sharded_state_dict(
         self,

@@ -16,6 +16,7 @@ from accelerate_megatron.config.run import RunConfig
 from accelerate_megatron.errors import GenerationError
 from accelerate_megatron.failures import on_every_rank
 from accelerate_megatron.generation.loop import TokenChoice, continue_rows, search_beams
+from accelerate_megatron.generation.pace import Pace
 from accelerate_megatron.generation.prompts import Prompts, check_tokens, read_prompts
 from accelerate_megatron.generation.sampling import uniforms
 from accelerate_megatron.generation.settings import (
@@ -48,12 +49,26 @@ class _Call:
     num_rows: int
     width: int
     max_new_tokens: int
+    streams: bool
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks generate, as this one does."""
+
+    settings: GenerationSettings
+    prompts: Prompts
+    first_row: int
+    """Number of this replica's first prompt over all replicas."""
+    streaming_ranks: frozenset[int]
 
 
 def generate(
     model: GeneratingModel, input_ids: Any, attention_mask: Any, asked: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the prompts with their new tokens, int64 [b, s + new]; all ranks call it.
+
+    Of a model with an encoder, what its decoder says: int64 [b, 1 + new].
 
     Args:
         model: The model.
@@ -62,37 +77,65 @@ def generate(
         asked: The other arguments of `megatron_generate`.
 
     Raises:
-        GenerationError: On any rank something does not fit; alike on every rank.
+        GenerationError: On any rank something does not fit, or a streamer failed; alike on every
+            rank.
     """
-    settings, prompts, first_row = _agreed(model, input_ids, attention_mask, asked)
-    ranks = model.ranks
-    decoder = engine.Decoder(model.chunks, model.run, ranks, model.device)
-    streamer = asked.get("streamer")
-    if streamer is not None:
-        streamer.put(prompts.as_given(prompts.tokens, settings.pad_token_id).cpu())
-    all_done = _together if model.run.layout.ep_size > 1 else bool
+    agreed = _agreed(model, input_ids, attention_mask, asked)
+    settings, prompts = agreed.settings, agreed.prompts
+    decoder, rows = _begin(model, prompts, settings)
+    pace = Pace(_ending_together(model, agreed.streaming_ranks), asked.get("streamer"))
+    pace.put(rows.as_given(rows.tokens, settings.pad_token_id))
     if settings.num_beams > 1:
         is_source = dist.get_rank() == decoder.source
-        tokens = search_beams(decoder, prompts, settings, is_source=is_source, all_done=all_done)
+        tokens = search_beams(decoder, rows, settings, pace, is_source=is_source)
     else:
-        numbers = None
-        if settings.do_sample:
-            seed = model.run.seed + model.num_calls if settings.seed is None else settings.seed
-            rows = prompts.tokens.shape[0]
-            numbers = uniforms(seed, first_row, rows, prompts.max_new_tokens).to(model.device)
-        choice = TokenChoice(settings, numbers)
-        tokens = continue_rows(
-            decoder, prompts, settings, choice, all_done=all_done, streamer=streamer
-        )
-    if streamer is not None:
-        streamer.end()
-    return prompts.as_given(tokens, settings.pad_token_id)
+        choice = _token_choice(model, agreed)
+        tokens = continue_rows(decoder, rows, settings, choice, pace)
+    if agreed.streaming_ranks:
+        on_every_rank(pace.finish, _gather, otherwise=GenerationError)
+    return rows.as_given(tokens, settings.pad_token_id)
+
+
+def _begin(
+    model: GeneratingModel, prompts: Prompts, settings: GenerationSettings
+) -> tuple[engine.Decoder, Prompts]:
+    """Return what reads tokens, and the rows that it begins with."""
+    parts = (model.chunks, model.run, model.ranks, model.device)
+    if model.run.shape.encoder_decoder is None:
+        return engine.Decoder(*parts), prompts
+    assert settings.decoder_start_token_id is not None
+    decoder = engine.TwoStackDecoder(*parts, prompts=prompts.tokens, is_padding=prompts.is_padding)
+    return decoder, prompts.answers(settings.decoder_start_token_id)
+
+
+def _token_choice(model: GeneratingModel, agreed: _Agreed) -> TokenChoice:
+    settings, prompts = agreed.settings, agreed.prompts
+    if not settings.do_sample:
+        return TokenChoice(settings, None)
+    seed = model.run.seed + model.num_calls if settings.seed is None else settings.seed
+    numbers = uniforms(seed, agreed.first_row, len(prompts.tokens), prompts.max_new_tokens)
+    return TokenChoice(settings, numbers.to(model.device))
+
+
+def _ending_together(
+    model: GeneratingModel, streaming_ranks: frozenset[int]
+) -> dist.ProcessGroup | None:
+    """Return the ranks that have to tell each other that they end; None: this one has none.
+
+    Replicas that share experts exchange tokens until the last one is done. The ranks of a replica
+    know the same tokens, but not whether a streamer of one of them has failed.
+    """
+    if model.run.layout.ep_size > 1:
+        return dist.group.WORLD
+    members = model.ranks.all_replicas[model.ranks.dp_rank]
+    streams = not streaming_ranks.isdisjoint(members)
+    return model.ranks.replica_group if streams and len(members) > 1 else None
 
 
 def _agreed(
     model: GeneratingModel, input_ids: Any, attention_mask: Any, asked: Mapping[str, Any]
-) -> tuple[GenerationSettings, Prompts, int]:
-    """Return settings, prompts and the number of the first one over all replicas.
+) -> _Agreed:
+    """Return what all ranks agree on.
 
     Raises:
         GenerationError: Alike on every rank.
@@ -101,14 +144,18 @@ def _agreed(
 
     def resolve() -> _Call:
         resolved.append(_resolve(model, input_ids, attention_mask, asked))
-        return _call_of(*resolved[0])
+        return _call_of(*resolved[0], streams=asked.get("streamer") is not None)
 
     calls = on_every_rank(resolve, _gather, otherwise=GenerationError)
     problem = _difference(calls, model)
     if problem:
         raise GenerationError(problem)
     before = model.ranks.all_replicas[: model.ranks.dp_rank]
-    return *resolved[0], sum(calls[members[0]].num_rows for members in before)
+    return _Agreed(
+        *resolved[0],
+        first_row=sum(calls[members[0]].num_rows for members in before),
+        streaming_ranks=frozenset(rank for rank, call in enumerate(calls) if call.streams),
+    )
 
 
 def _gather(value: Any) -> list[Any]:
@@ -123,7 +170,9 @@ def _resolve(
     run = model.run
     _check_model(model)
     vocabulary = run.shape.vocab_size
-    settings = resolve_settings(asked, ModelTokens.of(model.configs, vocabulary))
+    has_encoder = run.shape.encoder_decoder is not None
+    known = ModelTokens.of(model.configs, vocabulary, has_encoder=has_encoder)
+    settings = resolve_settings(asked, known)
     prompts = read_prompts(
         input_ids, attention_mask, settings, max_positions=run.shape.max_positions or sys.maxsize
     )
@@ -151,8 +200,8 @@ def _check_model(model: GeneratingModel) -> None:
         )
     if not engine.can_decode(model.chunks):
         raise GenerationError(
-            "megatron_generate runs the layers of decoder-only models that prepare builds; this "
-            f"one ({model.run.shape.model_type}) is another kind of model, or comes from "
+            "megatron_generate runs models with a decoder that prepare builds; this one "
+            f"({model.run.shape.model_type}) is another kind of model, or comes from "
             "custom_model_provider_function. Save it, and generate with transformers."
         )
     experts = model.run.experts
@@ -164,7 +213,7 @@ def _check_model(model: GeneratingModel) -> None:
         )
 
 
-def _call_of(settings: GenerationSettings, prompts: Prompts) -> _Call:
+def _call_of(settings: GenerationSettings, prompts: Prompts, *, streams: bool) -> _Call:
     digest = hashlib.blake2b(digest_size=16)
     for values in (prompts.tokens, prompts.lengths):
         digest.update(values.cpu().contiguous().numpy().tobytes())
@@ -175,6 +224,7 @@ def _call_of(settings: GenerationSettings, prompts: Prompts) -> _Call:
         num_rows=rows,
         width=width,
         max_new_tokens=prompts.max_new_tokens,
+        streams=streams,
     )
 
 
@@ -215,11 +265,3 @@ def _experts_problem(calls: Sequence[_Call], run: RunConfig) -> str:
             f"one shape; they have {', '.join(map(str, sorted(sizes)))}. Pad them."
         )
     return ""
-
-
-def _together(is_done: bool) -> bool:
-    """Say whether all ranks are done: replicas that share experts end together."""
-    backend = dist.get_backend()
-    flag = torch.tensor([int(is_done)], device="cuda" if backend == "nccl" else "cpu")
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())

@@ -6,19 +6,14 @@ construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from accelerate_megatron import engine
 from accelerate_megatron.generation.beams import BeamSearch
+from accelerate_megatron.generation.pace import Pace
 from accelerate_megatron.generation.prompts import Prompts
 from accelerate_megatron.generation.sampling import SamplingRule, draw, probabilities
 from accelerate_megatron.generation.settings import GenerationSettings
-
-AllDone = Callable[[bool], bool]
-"""From whether this replica is done to whether all are that have to go on together."""
 
 
 class TokenChoice:
@@ -45,9 +40,7 @@ def continue_rows(
     prompts: Prompts,
     settings: GenerationSettings,
     choice: TokenChoice,
-    *,
-    all_done: AllDone,
-    streamer: Any = None,
+    pace: Pace,
 ) -> torch.Tensor:
     """Return the prompts with their new tokens, int64 [b, s + new]. Every rank calls it.
 
@@ -58,8 +51,7 @@ def continue_rows(
         prompts: This replica's prompts.
         settings: How to continue them.
         choice: How tokens are chosen.
-        all_done: See `AllDone`.
-        streamer: Is given each step's tokens, int64 [b] on the CPU, as they come.
+        pace: Is given each step's tokens, [b], as they come, and says when to end.
     """
     rows, width = prompts.tokens.shape
     tokens = torch.nn.functional.pad(
@@ -80,9 +72,8 @@ def continue_rows(
                 has_ended |= torch.isin(chosen, eos)
             tokens[:, width] = chosen
             width += 1
-            if streamer is not None:
-                streamer.put(chosen.cpu())
-            if len(eos) and all_done(bool(has_ended.all())):
+            pace.put(chosen)
+            if pace.is_over(len(eos) > 0 and bool(has_ended.all())):
                 break
     return tokens[:, :width]
 
@@ -91,9 +82,9 @@ def search_beams(
     decoder: engine.Decoder,
     prompts: Prompts,
     settings: GenerationSettings,
+    pace: Pace,
     *,
     is_source: bool,
-    all_done: AllDone,
 ) -> torch.Tensor:
     """Return the prompts with their best beams, int64 [b, s + new]. Every rank calls it.
 
@@ -101,8 +92,8 @@ def search_beams(
         decoder: The model.
         prompts: This replica's prompts.
         settings: How to continue them.
+        pace: Says when to end.
         is_source: Whether this rank searches and tells the others.
-        all_done: See `AllDone`.
     """
     rows, width = prompts.tokens.shape
     beams, new, device = settings.num_beams, prompts.max_new_tokens, prompts.tokens.device
@@ -126,7 +117,7 @@ def search_beams(
                     message = torch.cat([tokens, parents, tokens.new_tensor([ended])])
                 message = decoder.announce(message)
                 is_over = bool(message[-1])
-            if all_done(is_over):
+            if pace.is_over(is_over):
                 break
     found = torch.zeros(rows, new + 1, dtype=torch.int64, device=device)
     if search is not None:

@@ -23,6 +23,15 @@ class Prompts:
     """Whether the prompts came, and the results go, with the padding on the right."""
     max_new_tokens: int
 
+    def answers(self, start_token_id: int) -> Prompts:
+        """Return the rows that a decoder begins where an encoder reads these prompts."""
+        return Prompts(
+            tokens=torch.full_like(self.tokens[:, :1], start_token_id),
+            lengths=torch.ones_like(self.lengths),
+            padded_right=False,
+            max_new_tokens=self.max_new_tokens,
+        )
+
     @property
     def is_padding(self) -> torch.Tensor:
         """Bool [b, s], True before a row's first token."""
@@ -71,12 +80,11 @@ def read_prompts(
         tokens = torch.cat([torch.full_like(tokens[:, :1], settings.pad_token_id), tokens], dim=1)
         lengths = lengths + 1
         tokens.scatter_(1, (tokens.shape[1] - lengths).unsqueeze(1), settings.bos_token_id)
-    return Prompts(
-        tokens=tokens,
-        lengths=lengths,
-        padded_right=padded_right,
-        max_new_tokens=_new_tokens(tokens.shape[1], int(lengths.max()), settings, max_positions),
-    )
+    if settings.decoder_start_token_id is None:
+        new = _new_tokens(tokens.shape[1], int(lengths.max()), settings, max_positions)
+    else:
+        new = _new_tokens(1, 1, settings, max_positions)
+    return Prompts(tokens=tokens, lengths=lengths, padded_right=padded_right, max_new_tokens=new)
 
 
 def _checked_ids(input_ids: Any, settings: GenerationSettings) -> torch.Tensor:
@@ -152,22 +160,25 @@ def _new_tokens(width: int, longest: int, settings: GenerationSettings, max_posi
     """Return how many tokens to add, and refuse lengths that do not fit.
 
     Args:
-        width: Of the padded prompts.
-        longest: Tokens of the longest prompt.
+        width: Of the padded rows that are continued.
+        longest: Tokens of the longest of them.
         settings: How to continue them.
         max_positions: Tokens that the model can count.
     """
     new, whole = settings.max_new_tokens, settings.max_length
+    have = f"the prompts have {width} tokens"
+    if settings.decoder_start_token_id is not None:
+        have = f"the decoder's rows begin with token {settings.decoder_start_token_id}"
     if whole is not None:
         if whole <= width:
             raise GenerationError(
-                f"max_length is {whole}, but the prompts have {width} tokens already (with their "
-                "padding and BOS); it counts them, so it must be larger. Or give max_new_tokens."
+                f"max_length is {whole}, but {have}; it counts what there is, padding and BOS "
+                f"included, so it must be above {width}. Or give max_new_tokens."
             )
         if new is not None and whole != width + new:
             raise GenerationError(
-                f"max_length is {whole} and max_new_tokens {new}, but the prompts have {width} "
-                f"tokens: {width} + {new} is {width + new}. Give one of the two."
+                f"max_length is {whole} and max_new_tokens {new}, but {have}: {width} + {new} is "
+                f"{width + new}. Give one of the two."
             )
         new = whole - width
     assert new is not None, "resolve_settings refuses calls without a length"

@@ -40,6 +40,8 @@ class GenerationSettings:
     pad_token_id: int
     bos_token_id: int | None
     """What is put before each prompt; None: nothing."""
+    decoder_start_token_id: int | None
+    """What a decoder's rows begin with where an encoder reads the prompts; None: there is none."""
     seed: int | None
     """What sampling starts from; None: another number in each call, the same in each run."""
 
@@ -52,9 +54,12 @@ class ModelTokens:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     bos_token_id: int | None
+    has_encoder: bool = False
+    decoder_start_token_id: int | None = None
+    """None also where the model has no encoder."""
 
     @classmethod
-    def of(cls, configs: Sequence[Any], vocab_size: int) -> ModelTokens:
+    def of(cls, configs: Sequence[Any], vocab_size: int, *, has_encoder: bool) -> ModelTokens:
         """Read them from the generation config and the config, the first that has one."""
 
         def find(name: str) -> Any:
@@ -66,6 +71,8 @@ class ModelTokens:
             eos_token_ids=_ids(find("eos_token_id")),
             pad_token_id=find("pad_token_id"),
             bos_token_id=find("bos_token_id"),
+            has_encoder=has_encoder,
+            decoder_start_token_id=find("decoder_start_token_id") if has_encoder else None,
         )
 
 
@@ -93,6 +100,7 @@ _NAMES = (
     "eos_token_id",
     "pad_token_id",
     "bos_token_id",
+    "decoder_start_token_id",
     "streamer",
 )
 
@@ -133,6 +141,7 @@ def resolve_settings(asked: Mapping[str, Any], model: ModelTokens) -> Generation
         bos_token_id=(
             asked.get("bos_token_id", model.bos_token_id) if asked.get("add_BOS") else None
         ),
+        decoder_start_token_id=asked.get("decoder_start_token_id", model.decoder_start_token_id),
         seed=asked.get("seed", asked.get("random_seed")),
     )
 
@@ -213,6 +222,7 @@ def _rules(model: ModelTokens) -> dict[str, _Rule]:
         ),
         "pad_token_id": token,
         "bos_token_id": token,
+        "decoder_start_token_id": token,
     }
 
 
@@ -251,9 +261,29 @@ def _contradictions(asked: Mapping[str, Any], model: ModelTokens) -> list[str]:
             f"seed is {asked['seed']} and random_seed {asked['random_seed']}, which mean the same; "
             "give one."
         )
-    if asked.get("add_BOS") and asked.get("bos_token_id", model.bos_token_id) is None:
-        problems.append("add_BOS is True, but the model's config has no bos_token_id; give one.")
+    problems += _first_token_contradictions(asked, model)
     return [*problems, *_beam_contradictions(asked, sampling, model)]
+
+
+def _first_token_contradictions(asked: Mapping[str, Any], model: ModelTokens) -> list[str]:
+    if model.has_encoder:
+        problems = []
+        if asked.get("add_BOS"):
+            problems.append(
+                "add_BOS is True, which is for models without an encoder: this one's rows begin "
+                "with decoder_start_token_id. Leave it out."
+            )
+        if asked.get("decoder_start_token_id", model.decoder_start_token_id) is None:
+            problems.append("The model's config has no decoder_start_token_id; give one.")
+        return problems
+    if asked.get("decoder_start_token_id") is not None:
+        return [
+            f"decoder_start_token_id is {asked['decoder_start_token_id']}, which is for models "
+            "with an encoder. Leave it out; add_BOS=True begins with bos_token_id."
+        ]
+    if asked.get("add_BOS") and asked.get("bos_token_id", model.bos_token_id) is None:
+        return ["add_BOS is True, but the model's config has no bos_token_id; give one."]
+    return []
 
 
 def _beam_contradictions(

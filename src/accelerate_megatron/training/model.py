@@ -147,15 +147,18 @@ class MegatronModel(torch.nn.Module):
             vocab_size: Generate only tokens below it.
             add_BOS: Put the model's first token before each prompt.
             **kwargs: `do_sample`, `seed`, `early_stopping`, `eos_token_id`, `pad_token_id`,
-                `bos_token_id`, and `streamer`, which gets tokens as transformers' streamers do.
+                `bos_token_id`, `decoder_start_token_id`, and `streamer`, which gets tokens as
+                transformers' streamers do.
 
         Returns:
             int64 [b, s + new] on every rank of the replica: with padding on the left as
             transformers' `generate` returns it; with padding on the right each row's new tokens
-            follow its prompt. After an end token there is padding.
+            follow its prompt. After an end token there is padding. Of a model with an encoder
+            int64 [b, 1 + new], which `max_length` counts too.
 
         Raises:
-            GenerationError: A prompt or a setting does not fit; alike on every rank.
+            GenerationError: A prompt or a setting does not fit, or a rank's streamer failed;
+                alike on every rank.
         """
         named = locals()
         asked = {name: named[name] for name in GENERATION_ARGUMENTS}
