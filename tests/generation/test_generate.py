@@ -294,6 +294,10 @@ OTHER_LAYOUTS: dict[str, tuple[TinyModel, int, dict[str, Any]]] = {
     "context": (TinyModel("llama"), 2, {"context_parallel_size": 2}),
     "partial-rotary": (TinyModel("glm4_moe"), 2, {"pp_degree": 2}),
     "latent": (TinyModel("deepseek_v3"), 2, {"tp_degree": 2, "sequence_parallelism": True}),
+    "shared-groups": (TinyModel("llama"), 4, {"tp_degree": 4}),
+    "biases": (TinyModel("starcoder2"), 2, {"tp_degree": 2}),
+    "norm-biases": (TinyModel("stablelm"), 2, {"tp_degree": 2}),
+    "shared-expert": (TinyModel("qwen2_moe"), 2, {"pp_degree": 2}),
 }
 
 
