@@ -21,6 +21,27 @@ from tests.docs.setups import SETUPS
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "accelerate_megatron"
 PUBLIC = sorted(set(accelerate_megatron.__all__) - {"__version__"})
+# The three lines and the file of the report in Accelerate's tracker; the drop-in makes them ours.
+BARE_SCRIPT = """from accelerate import Accelerator
+accelerator = Accelerator()
+print(accelerator.distributed_type)
+"""
+BARE_CONFIG = """compute_environment: LOCAL_MACHINE
+distributed_type: MEGATRON_LM
+megatron_lm_config: {megatron_lm_tp_degree: 1, megatron_lm_gradient_clipping: 1.0}
+num_processes: 1
+use_cpu: true
+"""
+CHANGED_FILES = """
+import base64, hashlib
+from importlib.metadata import files
+
+for file in files("megatron-core"):
+    if file.hash is not None:
+        digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            print(file)
+"""
 PACKAGE_OF = {"megatron": "megatron-core", "yaml": "pyyaml"}
 
 
@@ -106,6 +127,10 @@ def test_each_imported_package_is_declared_and_each_declared_one_is_needed():
     assert declared == imported | {"tokenizers", "tqdm"}
 
 
+def test_megatron_core_is_on_disk_as_pip_has_installed_it():
+    assert run_python(CHANGED_FILES) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_wheel_holds_every_module_the_type_marker_and_nothing_else(tmp_path):
@@ -132,7 +157,10 @@ def test_the_wheel_holds_every_module_the_type_marker_and_nothing_else(tmp_path)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_wheel_in_a_clean_environment_trains_the_example(tmp_path):
-    """Build sdist and wheel, install the wheel alone, and run what README.md shows."""
+    """Build sdist and wheel, install the wheel alone, and run what README.md shows.
+
+    A bare `Accelerator()` under a configuration file of Accelerate's runs there too.
+    """
     python = tmp_path / "venv" / "bin" / "python"
     outside = {name: word for name, word in os.environ.items() if name != "PYTHONPATH"}
 
@@ -156,6 +184,11 @@ def test_the_wheel_in_a_clean_environment_trains_the_example(tmp_path):
     (tmp_path / "train.py").write_text(SETUPS[example.what] + example.python())
     launch = ["-m", "accelerate_megatron", "launch", "--cpu", "--num_processes", "2"]
     run(*launch, "--tp_degree", "2", "train.py")
+    (tmp_path / "bare.py").write_text(BARE_SCRIPT)
+    (tmp_path / "bare.yaml").write_text(BARE_CONFIG)
+    bare = ["launch", "--config_file", "bare.yaml", "--drop-in", "bare.py"]
+    assert "DistributedType.MEGATRON_LM" in run("-m", "accelerate_megatron", *bare).splitlines()
+    assert run("-c", CHANGED_FILES) == "", "megatron-core was changed on disk"
     home = run("-c", "import accelerate_megatron as package; print(package.__file__)").strip()
     assert Path(home).is_relative_to(tmp_path / "venv")
     assert (Path(home).parent / "py.typed").is_file()

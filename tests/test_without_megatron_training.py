@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -38,12 +40,16 @@ model, optimizer = accelerator.prepare(hf_model, torch.optim.AdamW(hf_model.para
 accelerator.backward(model(**pad_samples(ragged_samples(2))).loss)
 accelerator.save_state(f"{folder}/state")
 accelerator.end_training()
-status = main(["export", f"{folder}/state", "--output", f"{folder}/exported", "--cpu"])
-print("status", status, "cuda", torch.cuda.is_initialized())
+statuses = [
+    main(["export", f"{folder}/state", "--output", f"{folder}/exported", "--cpu"]),
+    main(["import", f"{folder}/hf", "--output", f"{folder}/imported", "--cpu"]),
+    main(["export", f"{folder}/imported", "--output", f"{folder}/back", "--cpu"]),
+]
+print("statuses", *statuses, "cuda", torch.cuda.is_initialized())
 """
 
 
-@pytest.mark.slow  # it starts a training and a command, each with all its imports
+@pytest.mark.slow  # it starts a training and three commands, each with all its imports
 def test_training_and_conversion_import_neither_and_never_start_cuda(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     done = subprocess.run(
@@ -52,6 +58,7 @@ def test_training_and_conversion_import_neither_and_never_start_cuda(tmp_path: P
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, REPOSITORY / "src", REPOSITORY))),
             "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
         },
         cwd=REPOSITORY,
         capture_output=True,
@@ -61,5 +68,8 @@ def test_training_and_conversion_import_neither_and_never_start_cuda(tmp_path: P
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "status 0 cuda False"
+    assert done.stdout.splitlines()[-1] == "statuses 0 0 0 cuda False"
     assert (tmp_path / "exported" / "config.json").is_file()
+    given, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert given.keys() == back.keys()
+    assert all(torch.equal(value, back[name]) for name, value in given.items())

@@ -86,6 +86,13 @@ def test_a_split_without_tokens_is_refused_before_anything_is_built(
         engine.build_gpt_datasets(data)
 
 
+def test_data_shorter_than_one_sequence_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    data = settings_for(write_files(tmp_path / "a", [[1] * 10, [2] * 6]))
+
+    with pytest.raises(ConfigurationError, match=r"2 sequences with 16 tokens.*_length \+ 1 = 17"):
+        engine.build_gpt_datasets(data)
+
+
 def test_indices_are_built_once_and_again_when_the_data_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,15 @@ def test_a_version_outside_the_range_is_refused_with_the_range(error_of, tmp_pat
     assert "pip install" in error
 
 
+def test_an_accelerator_names_the_version_found_and_those_needed(error_of, tmp_path):
+    code = "from accelerate_megatron import Accelerator\nAccelerator(cpu=True)\n"
+
+    error = error_of(code, fake_core(tmp_path, "0.5.0"))
+
+    assert "Megatron-Core 0.5.0 was found; accelerate-megatron supports >=0.16.1,<0.20" in error
+    assert "not installed" not in error
+
+
 def test_a_new_patch_release_is_used_with_a_note_in_the_log(run, tmp_path):
     log = "import logging\nlogging.basicConfig(level='INFO')\n"
 

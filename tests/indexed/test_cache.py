@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accelerate_megatron.indexed import cache
 from accelerate_megatron.indexed.cache import cached
 
 KEY = {"class": "Numbers", "split": "train", "seed": 1}
@@ -79,6 +80,21 @@ def test_what_is_damaged_is_built_again_and_replaced(
     assert np.array_equal(arrays["numbers"], np.arange(1000))
     assert build.calls == 2
     assert not (tmp_path / "ran").exists()
+
+
+def test_another_version_of_the_format_has_entries_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Builder()
+    cached(tmp_path, KEY, build)
+
+    with monkeypatch.context() as other:
+        other.setattr(cache, "FORMAT", cache.FORMAT + 1)
+        cached(tmp_path, KEY, build)
+        cached(tmp_path, KEY, build)
+    cached(tmp_path, KEY, build)
+
+    assert build.calls == 2
 
 
 def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,32 @@ def test_all_logging_options_add_what_there_is(tmp_path: Path) -> None:
     assert events["world-size"][0][1] == 2
     assert {"peak memory", "iteration-time", "weight-decay", "MFU"} <= set(events)
     assert "batch-size" not in events
+
+
+def run_with_words(folder: str) -> None:
+    """Train three updates under a command line that Megatron-LM's own parser would read."""
+    words = ["--log-interval", "3", "--no-log-learning-rate-to-tensorboard", "--lr", "9"]
+    sys.argv = ["train.py", *words]
+    started = start(
+        TWO_LAYERS, samples=SAMPLES, tensorboard_dir=folder, set_all_logging_options=True
+    )
+    for _ in range(3):
+        started.model(**BATCH)
+        started.optimizer.step()
+    started.accelerator.end_training()
+
+
+@needs_tensorboard
+@pytest.mark.filterwarnings("ignore")
+def test_all_logging_options_switch_words_on_and_leave_the_interval_a_number(
+    tmp_path: Path,
+) -> None:
+    run_ranks(run_with_words, str(tmp_path), num_ranks=1)
+
+    events = read_events(tmp_path)
+    assert [step for step, _ in events["lm loss"]] == [1, 2, 3], "of every update"
+    assert [rate for _, rate in events["learning-rate"]] == pytest.approx([0.1] * 3)
+    assert {"params-norm", "num-zeros", "peak memory", "loss-scale"} <= set(events)
 
 
 def test_without_a_folder_all_options_are_lines_of_the_log() -> None:
