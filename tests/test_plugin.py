@@ -205,6 +205,28 @@ def test_numbers_out_of_range_are_refused(values: dict[str, Any]) -> None:
         MegatronLMPlugin(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"recompute_granularity": "full", "recompute_activations": True},
+            "recompute_activations is on, .* give one of the two",
+        ),
+        ({"recompute_method": "block"}, "recompute_method='block' without recompute_granularity="),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 2},
+            "recompute_num_layers=2 without recompute_granularity='full'",
+        ),
+    ],
+    ids=["both", "method-alone", "layers-of-selective"],
+)
+def test_settings_of_recomputation_that_exclude_each_other_are_refused_at_once(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MegatronLMPlugin(**values)
+
+
 @pytest.mark.parametrize("name", ["micro_batch_size", "global_batch_size", "data_parallel_size"])
 def test_a_size_read_before_prepare_says_when_it_is_known(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"{name} is known after accelerator.prepare"):

@@ -14,6 +14,7 @@ from accelerate.utils import MegatronLMPlugin as UpstreamPlugin
 from accelerate_megatron.config.argument_table import PLUGIN_FIELDS
 from accelerate_megatron.config.arguments import MegatronArguments, route_arguments
 from accelerate_megatron.config.attention import backend_problem
+from accelerate_megatron.config.memory_savers import recompute_setting_problems
 from accelerate_megatron.config.plugin_fields import FIELD, FIELDS, PluginField, parse_bool
 from accelerate_megatron.config.view import NUM_SPLITS
 from accelerate_megatron.errors import ConfigurationError, UnknownFieldError
@@ -50,6 +51,8 @@ class MegatronLMPlugin(UpstreamPlugin):  # type: ignore[misc]  # accelerate is u
     """
 
     _given = None  # unknown in a subclass that is a dataclass itself
+    set_by_datasets: frozenset[str] = frozenset()
+    """Fields that a `MegatronLMDummyDataLoader` has set, not the script."""
 
     @functools.wraps(UpstreamPlugin.__init__)  # type: ignore[misc]  # the signature is upstream's
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -210,6 +213,7 @@ def _combination_problems(values: dict[str, Any]) -> list[str]:
     """Return which settings would have no effect, or lack another one."""
     backend = backend_problem(values["attention_backend"])
     problems = [backend] if backend else []
+    problems += recompute_setting_problems(values)
     style = values["weight_decay_incr_style"]
     start, end = values["start_weight_decay"], values["end_weight_decay"]
     if style == "constant":

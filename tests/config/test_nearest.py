@@ -79,6 +79,14 @@ def test_an_encoder_and_a_decoder_get_a_stage_each() -> None:
     )
 
 
+def test_a_size_inside_experts_that_divides_is_named_before_none() -> None:
+    told = choices_of(shape_of("mixtral"), 6, expert_tensor_parallel_size=3)
+
+    assert told.startswith(
+        "Nearest that works on 6 ranks: tp_degree=1, pp_degree=1, expert_tensor_parallel_size=2; or"
+    )
+
+
 def test_what_the_plugin_excludes_is_not_named() -> None:
     told = choices_of(shape_of("llama"), 4, pp_degree=2, use_custom_fsdp=True)
 

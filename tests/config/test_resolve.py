@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,13 +61,22 @@ def test_dropouts_are_the_models_unless_the_plugin_says_otherwise(
     assert resolved.attention_dropout == attention
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_positions_other_than_the_models_are_refused(asked: bool) -> None:
-    model = shape(position_embedding="learned_absolute" if asked else "rope")
-    plugin = MegatronLMPlugin(use_rotary_position_embeddings=asked)
+def test_learned_positions_are_refused_for_a_model_without_a_table_of_them() -> None:
+    plugin = MegatronLMPlugin(use_rotary_position_embeddings=False)
 
-    with pytest.raises(UnsupportedError, match=f"use_rotary_position_embeddings is {asked}, but a"):
+    with pytest.raises(UnsupportedError, match="is False, but a llama model has rope positions"):
+        resolve_shape(shape(), plugin)
+
+
+def test_forced_rotary_positions_turn_pairs_of_channels() -> None:
+    model = shape(position_embedding="learned_absolute", rope_parameters={}, kv_channels=5)
+    plugin = MegatronLMPlugin(use_rotary_position_embeddings=True)
+
+    with pytest.raises(UnsupportedError, match="pairs of channels, of which each head has 5"):
         resolve_shape(model, plugin)
+    forced = resolve_shape(replace(model, kv_channels=6), plugin)
+    assert forced.position_embedding == "rope"
+    assert forced.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -47,6 +47,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.helpers.rotary_gpt2 import turn_positions
 from tests.helpers.tiny_encoders import ENCODERS, MAX_POSITIONS, VOCAB_SIZE, encoder_config
 
 
@@ -55,12 +56,14 @@ class TinyModel:
     """A recipe: the same one gives the same weights everywhere.
 
     `changes` overrides fields of the Hugging Face config; dropout is 0 unless it says otherwise.
+    A GPT-2 with `rotary_base` has rotary positions of that base, and none of its own.
     """
 
     family: str = "gpt2"
     tied: bool = True
     seed: int = 1234
     changes: dict[str, Any] = field(default_factory=dict)
+    rotary_base: float | None = None
 
     def config(self) -> PreTrainedConfig:
         """Return the Hugging Face config: 4 layers, hidden 64, 4 heads, vocabulary 99."""
@@ -77,6 +80,8 @@ class TinyModel:
                     torch.randn_like(model.shared.weight) * 0.2
                 )
             _move_away_from_defaults(model)
+        if self.rotary_base is not None:
+            turn_positions(model, self.rotary_base)
         model.train()
         return model
 

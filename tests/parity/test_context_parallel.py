@@ -219,7 +219,12 @@ class OwnStep(GPTTrainStep):
 @pytest.mark.parametrize(
     ("num_ranks", "plugin", "part"),
     [
-        (2, {"seq_length": 30}, "2 x context_parallel_size=2 (4); set it to 28 or 32."),
+        (
+            2,
+            {"seq_length": 30},
+            "2 x context_parallel_size=2 (4); set it to 28 or 32. Nearest that works on 2 ranks: "
+            "tp_degree=1, pp_degree=1, context_parallel_size=1; or ",
+        ),
         (
             4,
             {"seq_length": 30, "tp_degree": 2, "sequence_parallelism": True},
@@ -237,7 +242,12 @@ class OwnStep(GPTTrainStep):
             "must divide the model's 2 key/value heads. With tp_degree=2 on 4 ranks, "
             "context_parallel_size can be 1; or set cp_comm_type to 'all_gather'",
         ),
-        (2, {"custom_train_step_class": OwnStep}, "splits_sequences = True"),
+        (
+            2,
+            {"custom_train_step_class": OwnStep},
+            "splits_sequences = True on its class; else set context_parallel_size to 1. Nearest "
+            "that works on 2 ranks: tp_degree=1, pp_degree=1, context_parallel_size=1; or ",
+        ),
     ],
     ids=["length", "length-with-sp", "world", "ring", "heads", "own-step"],
 )

@@ -104,7 +104,9 @@ def test_in_bf16_grouped_experts_are_sequential_ones_bit_for_bit() -> None:
 
 def test_fully_sharded_experts_in_bf16_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"use_custom_fsdp is on and mixed_precision is 'b"
+        ConfigurationError,
+        match=r"use_custom_fsdp is on and mixed_precision is 'b.*work: use_custom_fsdp=False, use_"
+        r"distributed_optimizer=True; or mixed_precision='no'\.",
     ):
         run(LayoutCase(2, {"use_custom_fsdp": True}, 1), {}, mixed_precision="bf16")
 
@@ -144,7 +146,8 @@ def test_the_correction_bias_moves_by_its_rate_when_asked_to() -> None:
             EP2,
             ALLGATHER,
             r"moe_token_dispatcher_type='allgather' needs seq_length: "
-            r"expert_model_parallel_size=2 .* Set seq_length, or",
+            r"expert_model_parallel_size=2 .* Set seq_length, or.*Nearest that works on 2 ranks: "
+            r"tp_degree=1, pp_degree=1, expert_model_parallel_size=1; or ",
             id="allgather-over-replicas",
         ),
         pytest.param(

@@ -149,5 +149,8 @@ def prepare_error(plugin: dict[str, Any], precision: str) -> str:
 def test_fp16_is_refused_where_the_optimizer_cannot_scale() -> None:
     error = run_ranks(prepare_error, {"use_custom_fsdp": True}, "fp16", num_ranks=1)[0]
 
-    assert "use_custom_fsdp" in error
-    assert "bf16" in error
+    assert "mixed_precision is 'fp16' and use_custom_fsdp is on" in error
+    assert error.endswith(
+        "Nearest settings that work: use_custom_fsdp=False, use_distributed_optimizer=True; or "
+        "mixed_precision='bf16'; or mixed_precision='no'."
+    )

@@ -183,15 +183,6 @@ def prepare_error(plugin: dict[str, Any]) -> str:
     ("plugin", "part"),
     [
         (
-            {"recompute_granularity": "full", "recompute_activations": True},
-            "give one of the two",
-        ),
-        ({"recompute_method": "block"}, "recompute_method='block' without"),
-        (
-            {"recompute_granularity": "selective", "recompute_num_layers": 2},
-            "recompute_num_layers=2 without recompute_granularity='full'",
-        ),
-        (
             {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
@@ -208,7 +199,7 @@ def prepare_error(plugin: dict[str, Any]) -> str:
             "must be from 1 to the 4 layers",
         ),
     ],
-    ids=["both", "method-alone", "layers-of-selective", "uneven-units", "too-many"],
+    ids=["uneven-units", "too-many"],
 )
-def test_what_cannot_be_recomputed_is_refused(plugin: dict[str, Any], part: str) -> None:
+def test_layers_that_cannot_be_recomputed_are_refused(plugin: dict[str, Any], part: str) -> None:
     assert part in run_ranks(prepare_error, plugin, num_ranks=1)[0]

@@ -41,6 +41,7 @@ OVERLAP = {
     },
 }
 OFFLOAD = {"optimizer_cpu_offload": True}
+OVERLAPPED_COPIES = {"overlap_cpu_optimizer_d2h_h2d": True}
 FSDP = {"use_custom_fsdp": True}
 
 
@@ -211,32 +212,67 @@ def prepare_error(plugin: dict[str, Any], model: TinyModel, optimizer: TinyOptim
     return ""
 
 
+DIST_INSTEAD = "use_custom_fsdp=False, use_distributed_optimizer=True"
+
+
 @pytest.mark.parametrize(
-    ("plugin", "model", "optimizer", "num_ranks", "part"),
+    ("plugin", "model", "optimizer", "num_ranks", "part", "nearest"),
     [
-        pytest.param(FSDP, GPT2, ADAMW, 1, "ties its output layer", id="fsdp-tied"),
-        pytest.param({**FSDP, "pp_degree": 2}, LLAMA, ADAMW, 2, "pp_degree is 2", id="fsdp-pp"),
+        pytest.param(FSDP, GPT2, ADAMW, 1, "ties its output layer", DIST_INSTEAD, id="fsdp-tied"),
         pytest.param(
-            {**FSDP, **DIST}, LLAMA, ADAMW, 1, "use_distributed_optimizer is on", id="fsdp-dist"
+            {**FSDP, "pp_degree": 2},
+            LLAMA,
+            ADAMW,
+            2,
+            "pp_degree is 2",
+            "Nearest that works on 2 ranks: tp_degree=1, pp_degree=1; or tp_degree=1, pp_degree=1, "
+            "context_parallel_size=2; or tp_degree=2, pp_degree=1. Nearest settings that work: "
+            f"{DIST_INSTEAD}.",
+            id="fsdp-pp",
         ),
         pytest.param(
-            {**FSDP, **OFFLOAD}, LLAMA, ADAMW, 1, "optimizer_cpu_offload is on", id="fsdp-offload"
+            {**FSDP, **DIST},
+            LLAMA,
+            ADAMW,
+            1,
+            "use_distributed_optimizer is on",
+            "use_distributed_optimizer=False; or use_custom_fsdp=False",
+            id="fsdp-dist",
         ),
-        pytest.param(OFFLOAD, GPT2, ADAM, 1, "use torch.optim.AdamW or SGD", id="offload-adam"),
         pytest.param(
-            {"overlap_cpu_optimizer_d2h_h2d": True},
+            {**FSDP, **OFFLOAD},
+            LLAMA,
+            ADAMW,
+            1,
+            "optimizer_cpu_offload is on",
+            f"optimizer_cpu_offload=False; or {DIST_INSTEAD}.",
+            id="fsdp-offload",
+        ),
+        pytest.param(
+            OFFLOAD,
+            GPT2,
+            ADAM,
+            1,
+            "use torch.optim.AdamW or SGD",
+            "optimizer_cpu_offload=False.",
+            id="offload-adam",
+        ),
+        pytest.param(
+            OVERLAPPED_COPIES,
             GPT2,
             ADAMW,
             1,
             "without optimizer_cpu_offload",
+            "overlap_cpu_optimizer_d2h_h2d=False.",
             id="overlap-alone",
         ),
         pytest.param(
-            {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True},
+            {**OFFLOAD, **OVERLAPPED_COPIES},
             GPT2,
             ADAMW,
             1,
             "the model is on the CPU",
+            "overlap_cpu_optimizer_d2h_h2d=False.",
             id="overlap-on-cpu",
         ),
         pytest.param(
@@ -245,16 +281,20 @@ def prepare_error(plugin: dict[str, Any], model: TinyModel, optimizer: TinyOptim
             ADAMW,
             1,
             "pip install 'transformer-engine[pytorch]'",
+            "use_precision_aware_optimizer=False.",
             id="precision-aware",
         ),
     ],
 )
-def test_what_excludes_each_other_is_refused(
+def test_what_excludes_each_other_is_refused_with_what_works(
     plugin: dict[str, Any],
     model: TinyModel,
     optimizer: TinyOptimizer,
     num_ranks: int,
     part: str,
+    nearest: str,
 ) -> None:
     for error in run_ranks(prepare_error, plugin, model, optimizer, num_ranks=num_ranks):
         assert part in error
+        assert nearest in error
+        assert "Nearest settings that work: " in error

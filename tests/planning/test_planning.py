@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -347,6 +348,70 @@ def test_command_exits_1_when_nothing_fits(tmp_path: Path) -> None:
     TinyModel("llama").config().save_pretrained(tmp_path)
 
     assert main([str(tmp_path), "--devices", "4", "--memory", "1KB"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # The model has 4 layers and 4 heads: of 7 devices all would have to be replicas.
+        pytest.param(
+            ["--devices", "7", "--global_batch_size", "16"],
+            "Nearest that works: --devices 4; or --devices 8.",
+            id="devices",
+        ),
+        pytest.param(
+            ["--devices", "12", "--global_batch_size", "16"],
+            "Nearest that works: --devices 8; or --devices 16.",
+            id="nodes",
+        ),
+        pytest.param(
+            ["--devices", "4", "--global_batch_size", "10", "--micro_batch_size", "4"],
+            "must be a multiple of --micro_batch_size 4, such as 8 or 12.",
+            id="batch",
+        ),
+    ],
+)
+def test_a_number_of_devices_that_no_layout_divides_is_answered_with_the_nearest(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TinyModel("llama").config().save_pretrained(tmp_path)
+
+    assert main([str(tmp_path), *words]) == 1
+    assert said in capsys.readouterr().out
+    assert main([str(tmp_path), *words, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == []
+    assert said in err
+    for devices in re.findall(r"--devices (\d+)", said):
+        again = ["--devices", devices, *words[2:]]
+        assert main([str(tmp_path), *again]) == 0
+
+
+def test_too_little_memory_is_answered_with_the_least_that_fits_and_with_more_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+    TinyModel("llama", changes=sizes).config().save_pretrained(tmp_path)
+    words = [str(tmp_path), "--seq_length", "32"]
+
+    assert main([*words, "--devices", "1", "--memory", "12MB"]) == 1
+
+    text = capsys.readouterr().out
+    found = re.search(r"memory\. Nearest that works: --memory (\S+); or --devices (\d+)\.", text)
+    assert found, text
+    memory, devices = found.groups()
+    assert main([*words, "--devices", "1", "--memory", memory]) == 0
+    assert main([*words, "--devices", devices, "--memory", "12MB"]) == 0
+    assert main([*words, "--devices", str(int(devices) - 1), "--memory", "12MB"]) == 1
+
+
+def test_where_more_devices_do_not_help_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TinyModel("llama").config().save_pretrained(tmp_path)
+
+    assert main([str(tmp_path), "--devices", "4", "--memory", "1KB"]) == 1
+    assert re.search(r"--memory \S+\. Up to \d+ devices, none fits\.", capsys.readouterr().out)
 
 
 def test_planning_needs_no_torch() -> None:

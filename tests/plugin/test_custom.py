@@ -9,6 +9,7 @@ import torch
 
 from accelerate_megatron import GPTTrainStep, MegatronLMPlugin
 from accelerate_megatron.errors import ConfigurationError, WeightsError
+from accelerate_megatron.training.gpt import gpt_batch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import pad_samples, ragged_samples
 from tests.training.start import TWO_LAYERS, start
@@ -181,6 +182,41 @@ def test_a_step_sees_the_resolved_run_under_megatrons_names() -> None:
     assert "did you mean micro_batch_size" in errors[0]
     assert "args.seq_length cannot be set" in errors[1]
     assert same
+
+
+class StepOfTwoSources(GPTTrainStep):
+    """Takes the labels of Megatron's datasets as shifted already, those of a DataLoader not."""
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Any:
+        def get_batch(data_iterator: Any) -> Any:
+            batch = next(data_iterator)
+            name = "shift_labels" if megatron_dataset_flag else "labels"
+            return gpt_batch({"input_ids": batch["input_ids"], name: batch["labels"]})
+
+        return get_batch
+
+
+IDS = torch.arange(24).reshape(2, 12)
+SHIFTED = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
+
+
+def loss_of_a_source(flag: bool) -> float:
+    started = start(
+        TWO_LAYERS, custom_train_step_class=StepOfTwoSources, megatron_dataset_flag=flag
+    )
+    started.model.eval()
+    labels = SHIFTED if flag else IDS
+    loss: float = started.model(input_ids=IDS, labels=labels).loss.item()
+    return loss
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_step_of_ones_own_is_told_where_its_batches_come_from(flag: bool) -> None:
+    [loss] = run_ranks(loss_of_a_source, flag, num_ranks=1)
+
+    with torch.no_grad():
+        wanted = float(TWO_LAYERS.build().eval()(input_ids=IDS, labels=IDS).loss)
+    assert loss == pytest.approx(wanted, abs=1e-5)
 
 
 # --- consumed samples ------------------------------------------------------------------

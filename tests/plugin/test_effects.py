@@ -14,10 +14,15 @@ from torch.utils.data import DataLoader
 from accelerate_megatron import Accelerator, MegatronLMPlugin
 from accelerate_megatron.config.plugin_effects import EFFECTS
 from accelerate_megatron.config.plugin_fields import FIELDS
-from accelerate_megatron.errors import UnsupportedError
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import TinyModel, pad_samples, ragged_samples
-from tests.training.start import TWO_LAYERS, TWO_LLAMA_LAYERS, start, weights_of
+from tests.helpers.tiny_models import (
+    TinyModel,
+    TinyOptimizer,
+    pad_samples,
+    ragged_samples,
+    translation_samples,
+)
+from tests.training.start import TWO_LAYERS, TWO_LLAMA_LAYERS, hf_loss, start, weights_of
 
 TESTS = Path(__file__).resolve().parents[1]
 SAMPLES = ragged_samples(8)
@@ -81,6 +86,20 @@ def test_each_stage_holds_the_layers_it_is_asked_to(plugin: dict[str, Any], want
     assert [layers(chunks) for chunks in ranks] == wanted
 
 
+def test_an_encoder_and_a_decoder_are_on_the_stages_that_the_split_says() -> None:
+    model = TinyModel("t5", changes={"num_layers": 4, "num_decoder_layers": 2})
+    plugin = {"pp_degree": 3, "pipeline_model_parallel_split_rank": 2}
+
+    ranks = run_ranks(held, model, plugin, num_ranks=3)
+
+    stacks = [
+        sorted({match[0] for name, _ in chunk if (match := re.match(r"(en|de)coder", name))})
+        for [chunk] in ranks
+    ]
+    assert stacks == [["encoder"], ["encoder"], ["decoder"]]
+    assert [layers(chunks) for chunks in ranks] == [[[0, 1]], [[2, 3]], [[0, 1]]]
+
+
 def test_tensor_parallel_ranks_hold_their_part_of_the_weights() -> None:
     [[whole]] = run_ranks(held, TWO_LAYERS, {}, num_ranks=1)
     parts = run_ranks(held, TWO_LAYERS, {"tp_degree": 2}, num_ranks=2)
@@ -136,9 +155,20 @@ def kept_bytes(plugin: dict[str, Any]) -> Any:
     return sum(size for key, size in storages.items() if key not in parameters), losses
 
 
-def test_sequence_parallel_ranks_keep_fewer_bytes() -> None:
-    whole = run_ranks(kept_bytes, {"tp_degree": 2}, num_ranks=2)
-    split = run_ranks(kept_bytes, {"tp_degree": 2, "sequence_parallelism": True}, num_ranks=2)
+@pytest.mark.parametrize(
+    ("without", "with_it"),
+    [
+        ({"tp_degree": 2}, {"sequence_parallelism": True}),
+        ({}, {"context_parallel_size": 2}),
+    ],
+    ids=["sequence_parallelism", "context_parallel_size"],
+)
+def test_ranks_that_share_a_sequence_keep_fewer_bytes(
+    without: dict[str, Any], with_it: dict[str, Any]
+) -> None:
+    # Two replicas have the same batch each, so their loss is that of one.
+    whole = run_ranks(kept_bytes, without, num_ranks=2)
+    split = run_ranks(kept_bytes, without | with_it, num_ranks=2)
 
     for (size, losses), (smaller, same) in zip(whole, split, strict=True):
         assert smaller < size
@@ -185,7 +215,48 @@ def test_gradients_are_scaled_to_the_norm_that_is_asked_for() -> None:
     assert untouched == pytest.approx(unclipped, rel=1e-6)
 
 
+def optimizer_of(plugin: dict[str, Any]) -> Any:
+    """Return the class that makes the step, and where each of its moments is."""
+    started = start(TWO_LAYERS, optimizer=TinyOptimizer(), samples=SAMPLES, **plugin)
+    started.model(**BATCH)
+    ours = started.model.session.optimizer
+    stepping = getattr(ours, "chained_optimizers", [ours])[0].optimizer
+    moments = [value for state in stepping.state.values() for value in state.values()]
+    return type(stepping).__name__, {str(value.device) for value in moments if value.dim()}
+
+
+def test_an_offloaded_optimizer_steps_in_host_memory() -> None:
+    [(plain, _)] = run_ranks(optimizer_of, {}, num_ranks=1)
+    [(offloaded, places)] = run_ranks(optimizer_of, {"optimizer_cpu_offload": True}, num_ranks=1)
+
+    assert plain != offloaded == "HybridDeviceOptimizer"
+    assert places == {"cpu"}
+
+
 # --- batches -------------------------------------------------------------------------------
+
+
+def updates_of_an_epoch(plugin: dict[str, Any]) -> Any:
+    """Return the rows of each update of an epoch, its forward passes, and the first loss."""
+    started = start(TWO_LAYERS, samples=SAMPLES, batch_size=2, **plugin)
+    passes: list[Any] = []
+    started.model.chunks[0].register_forward_pre_hook(lambda *_: passes.append(None))
+    rows, losses = [], []
+    for batch in started.loader:
+        rows.append(batch["input_ids"].shape[0])
+        losses.append(started.model(**batch).loss.item())
+    return rows, len(passes) // len(rows), losses[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_an_update_takes_so_many_micro_batches(number: int) -> None:
+    [(rows, passes, loss)] = run_ranks(
+        updates_of_an_epoch, {"num_micro_batches": number}, num_ranks=1
+    )
+
+    assert rows == [2 * number] * (4 // number)
+    assert passes == number
+    assert loss == pytest.approx(hf_loss(SAMPLES[: 2 * number]), abs=1e-5)
 
 
 def two_loaders(plugin: dict[str, Any]) -> Any:
@@ -210,6 +281,36 @@ def lengths(plugin: dict[str, Any]) -> Any:
     return batch["input_ids"].shape[1], started.model(**batch).loss.item()
 
 
+def lengths_of_stacks(plugin: dict[str, Any]) -> Any:
+    """Return the tokens of a T5's encoder and decoder, and the loss and transformers' of them."""
+    recipe = TinyModel("t5", changes={"num_layers": 1, "num_decoder_layers": 1})
+    started = start(recipe, samples=translation_samples(4), batch_size=4, **plugin)
+    started.model.eval()
+    [batch] = list(started.loader)
+    with torch.no_grad():
+        wanted = recipe.build().eval()(**batch).loss.item()
+    sizes = (batch["input_ids"].shape[1], batch["labels"].shape[1])
+    return sizes, started.model(**batch).loss.item(), wanted
+
+
+@pytest.mark.parametrize(
+    ("plugin", "wanted"),
+    [
+        ({}, (32, 16)),
+        ({"encoder_seq_length": 40, "decoder_seq_length": 10}, (40, 10)),
+        ({"encoder_seq_length": 20}, (20, 16)),
+    ],
+    ids=["longest", "both", "encoder"],
+)
+def test_each_stack_has_the_length_that_is_asked_for(
+    plugin: dict[str, Any], wanted: tuple[int, int]
+) -> None:
+    [(sizes, loss, of_transformers)] = run_ranks(lengths_of_stacks, plugin, num_ranks=1)
+
+    assert sizes == wanted
+    assert loss == pytest.approx(of_transformers, abs=1e-5)
+
+
 def test_batches_have_the_length_that_is_asked_for() -> None:
     longest = BATCH["input_ids"].shape[1]
     [(length, loss)] = run_ranks(lengths, {}, num_ranks=1)
@@ -231,11 +332,9 @@ def evaluated(recipe: TinyModel, plugin: dict[str, Any]) -> float:
     return loss
 
 
-def test_the_models_own_positions_may_be_said_and_no_others() -> None:
+def test_the_models_own_positions_may_be_said() -> None:
     rotary = {"use_rotary_position_embeddings": True}
 
     assert run_ranks(evaluated, TWO_LLAMA_LAYERS, rotary, num_ranks=1) == run_ranks(
         evaluated, TWO_LLAMA_LAYERS, {}, num_ranks=1
     )
-    with pytest.raises(UnsupportedError, match="gpt2 model has learned_absolute positions"):
-        run_ranks(evaluated, TWO_LAYERS, rotary, num_ranks=1)

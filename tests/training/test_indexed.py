@@ -120,8 +120,8 @@ def test_samples_are_those_of_megatrons_own_builder(
     train, valid, test = megatron_samples(path, [train_size, valid_size, window])
     steps = ours["train"]
     assert len(steps) == ours["lengths"][0] == train_iters
-    num_samples = min(train_size, len(train))
-    for number, sample in enumerate(train[i] for i in range(num_samples)):
+    assert len(train) >= train_size
+    for number, sample in enumerate(train[i] for i in range(train_size)):
         batch, row = steps[number // 4], number % 4
         assert batch["input_ids"][row].tolist() == sample["tokens"].tolist()
         assert batch["shift_labels"][row].tolist() == sample["labels"].tolist()
@@ -320,6 +320,35 @@ def test_datasets_of_ones_own_are_used(two_files: list[str]) -> None:
     (rows,) = run_ranks(own_provider, two_files[0], num_ranks=1)
 
     assert rows == torch.arange(3 * SEQ_LENGTH).reshape(3, SEQ_LENGTH).tolist()
+
+
+def evaluations(prefix: str, plugin: dict[str, Any]) -> Any:
+    """Return the sizes that the datasets are built with, and the steps of two evaluations."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.ones(64, SEQ_LENGTH).long()]
+    sizes = []
+
+    def provide(given: list[int | None]) -> list[Any]:
+        sizes.extend(given)
+        return [rows] * 3
+
+    fields = {"custom_megatron_datasets_provider_function": provide, "train_iters": 5}
+    _, _, (_, valid, test) = prepare(prefix, fields | plugin)
+    return sizes, len(valid), [len(list(valid)), len(list(test))]
+
+
+@pytest.mark.parametrize(
+    ("eval_iters", "eval_interval", "num_evaluations"), [(2, 3, 2), (3, 3, 2), (2, 2, 3)]
+)
+def test_evaluations_have_the_steps_and_the_samples_that_are_asked_for(
+    eval_iters: int, eval_interval: int, num_evaluations: int, two_files: list[str]
+) -> None:
+    plugin = {"eval_iters": eval_iters, "eval_interval": eval_interval}
+
+    [(sizes, length, steps)] = run_ranks(evaluations, two_files[0], plugin, num_ranks=1)
+
+    one = 4 * eval_iters  # two micro-batches of two rows in a step
+    assert sizes == [5 * 4, num_evaluations * one, one], "one more than 5 updates have"
+    assert (length, steps) == (eval_iters, [eval_iters, eval_iters])
 
 
 def with_another_loader_and_schedule(prefix: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from accelerate_megatron.errors import ConfigurationError
 from accelerate_megatron.models.registry import family_of
 from accelerate_megatron.models.shape import ModelShape
 from accelerate_megatron.planning.config_file import read_config
+from accelerate_megatron.planning.nearest import nearest_words
 from accelerate_megatron.planning.parameters import total_parameters
 from accelerate_megatron.planning.report import (
     as_values,
@@ -26,6 +27,7 @@ from accelerate_megatron.planning.search import Plan, PlanRequest, find_plans
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DRAWN_MICRO_BATCHES = 8
+_DEFAULT_MICRO_BATCHES = 8
 _DEFAULT_LENGTH = 512
 """Of a model whose positions have no end."""
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         request = PlanRequest(
             num_devices=args.devices,
             memory_bytes=None if args.memory is None else _bytes(args.memory),
-            global_batch_size=args.global_batch_size or args.devices * args.micro_batch_size * 8,
+            global_batch_size=_global_batch(args, args.devices),
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length or shape.max_positions or _DEFAULT_LENGTH,
             decoder_seq_length=args.decoder_seq_length,
@@ -62,11 +64,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"accelerate-megatron plan: {error}", file=sys.stderr)
         return 2
     plans = find_plans(family, shape, request)
+    fits = any(plan.fits for plan in plans)
+    advice = (
+        ""
+        if fits
+        else nearest_words(family, shape, request, plans, lambda n: _global_batch(args, n))
+    )
     if args.json:
         print(json.dumps([as_values(plan) for plan in plans[: args.top]], indent=2))
+        if advice:
+            print(f"accelerate-megatron plan: no layout fits. {advice}", file=sys.stderr)
     else:
-        print(_text(plans, args.top, total_parameters(family, shape), request))
-    return 0 if any(plan.fits for plan in plans) else 1
+        print(_text(plans, args.top, total_parameters(family, shape), request, advice))
+    return 0 if fits else 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,6 +117,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _global_batch(args: argparse.Namespace, devices: int) -> int:
+    """Return the sequences of an update on `devices` devices: as asked, or 8 micro-batches each."""
+    asked: int | None = args.global_batch_size
+    return asked or devices * int(args.micro_batch_size) * _DEFAULT_MICRO_BATCHES
+
+
 def _check_decoder_length(length: int | None, shape: ModelShape) -> None:
     if length is not None and shape.encoder_decoder is None:
         raise ConfigurationError(
@@ -131,7 +147,9 @@ def _bytes(word: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _text(plans: Sequence[Plan], top: int, num_parameters: int, request: PlanRequest) -> str:
+def _text(
+    plans: Sequence[Plan], top: int, num_parameters: int, request: PlanRequest, advice: str
+) -> str:
     intro = (
         f"{num_parameters / 1e9:.2f}B parameters on {request.num_devices} devices, "
         f"{request.seq_length} tokens x {request.micro_batch_size} a micro-batch, "
@@ -140,7 +158,7 @@ def _text(plans: Sequence[Plan], top: int, num_parameters: int, request: PlanReq
     if not plans:
         return (
             f"{intro}\nNo layout divides this model, {request.num_devices} devices and a global "
-            f"batch of {request.global_batch_size}; try another --devices or --global_batch_size."
+            f"batch of {request.global_batch_size}. {advice}"
         )
     best = plans[0]
     arguments = ", ".join(f"{name}={value!r}" for name, value in plugin_arguments(best).items())
@@ -150,7 +168,9 @@ def _text(plans: Sequence[Plan], top: int, num_parameters: int, request: PlanReq
         "",
         table(plans[:top]),
         "",
-        f"best: MegatronLMPlugin({arguments})" if best.fits else "No layout fits the memory.",
+        f"best: MegatronLMPlugin({arguments})"
+        if best.fits
+        else f"No layout fits the memory. {advice}",
         "",
         rank_grid(layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size),
     ]

@@ -69,13 +69,6 @@ def _length_problems(run: RunConfig, seq_length: int | None) -> list[str]:
 def _router_problems(run: RunConfig, experts: Experts) -> list[str]:
     settings = run.experts
     problems = []
-    if run.use_fsdp and run.precision != "no":
-        problems.append(
-            f"use_custom_fsdp is on and mixed_precision is {run.precision!r}: the routers of a "
-            "model with experts stay fp32, and fully sharded data parallelism takes one dtype for "
-            "all parameters of a layer. Set mixed_precision to 'no', or use "
-            "use_distributed_optimizer."
-        )
     if settings.bias_update_rate and not experts.correction_bias:
         problems.append(
             f"moe_router_bias_update_rate is {settings.bias_update_rate}, but the router of a "

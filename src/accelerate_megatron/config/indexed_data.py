@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_megatron.config.masked_data import MaskedData
+from accelerate_megatron.config.plugin_fields import FIELD
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
 
 SPLITS = ("train", "validation", "test")
@@ -57,6 +58,7 @@ _BOOLS = (
     "mmap_bin_files",
 )
 _OTHER_NAMES = {"create_attention_mask_in_dataloader": "create_attention_mask"}
+_ABOUT_DATASETS = ("eval_iters", "eval_interval", "custom_megatron_datasets_provider_function")
 _TOKENIZERS = ("vocab_file", "merge_file", "vocab_size")
 
 
@@ -179,6 +181,29 @@ def resolve_indexed_data(arguments: Mapping[str, Any], plugin: Any) -> IndexedDa
         num_workers=arguments["num_workers"],
         eod_token=arguments["eod_token_id"],
     )
+
+
+def unused_field_problems(plugin: Any) -> list[str]:
+    """Return which of the plugin's fields have no effect where no indexed dataset is prepared.
+
+    A field that a dummy loader has set, for a model that is gone, was not asked for.
+    """
+    names = [*_ABOUT_DATASETS]
+    if plugin.custom_train_step_class is None:  # whose get_batch_func is told the flag
+        names.append("megatron_dataset_flag")
+    asked = [
+        name
+        for name in names
+        if getattr(plugin, name) != FIELD[name].default and name not in plugin.set_by_datasets
+    ]
+    if not asked:
+        return []
+    return [
+        f"The plugin has {' and '.join(asked)}, about the datasets of a MegatronLMDummyDataLoader, "
+        f"and prepare got none. Give prepare one in the call with the model, or leave "
+        f"{'it' if len(asked) == 1 else 'them'} out: evaluations of ordinary DataLoaders are the "
+        "script's own."
+    ]
 
 
 def with_sizes(

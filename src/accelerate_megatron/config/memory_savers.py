@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ class Recompute:
 
 
 def resolve_recompute(plugin: Any) -> Recompute | None:
-    """Return the recomputation that the plugin asks for; `recompute_problems` comes first."""
+    """Return the recomputation that the plugin asks for; the problems of both kinds come first."""
     if plugin.recompute_granularity == "full":
         return Recompute(
             granularity="full",
@@ -36,37 +37,38 @@ def resolve_recompute(plugin: Any) -> Recompute | None:
     return None
 
 
-def recompute_problems(plugin: Any, layout: Layout, shape: ModelShape) -> list[str]:
-    """Return what is wrong with the plugin's recomputation; empty when nothing is."""
-    granularity, number = plugin.recompute_granularity, plugin.recompute_num_layers
-    problems = []
-    if plugin.recompute_activations and granularity == "full":
-        problems.append(
+def recompute_setting_problems(values: Mapping[str, Any]) -> list[str]:
+    """Return which of the plugin's settings of recomputation contradict or need another.
+
+    Args:
+        values: The plugin's fields by name.
+    """
+    granularity = values["recompute_granularity"]
+    if granularity == "full":
+        if not values["recompute_activations"]:
+            return []
+        return [
             "recompute_activations is on, which is selective recomputation, and "
             "recompute_granularity is 'full'; give one of the two."
-        )
-    if granularity != "full":
-        given = [
-            f"{name}={value!r}"
-            for name, value in (("method", plugin.recompute_method), ("num_layers", number))
-            if value is not None
         ]
-        if given:
-            listed = " and ".join(f"recompute_{text}" for text in given)
-            problems.append(
-                f"{listed} without recompute_granularity='full' would have no effect: it says "
-                "which whole layers are recomputed. Set recompute_granularity to 'full', or leave "
-                "it out."
-            )
-        return problems
-    if number is not None:
-        problems += _layer_problems(plugin.recompute_method, number, layout, shape)
-    return problems
+    given = [
+        f"{name}={values[name]!r}"
+        for name in ("recompute_method", "recompute_num_layers")
+        if values[name] is not None
+    ]
+    if not given:
+        return []
+    return [
+        f"{' and '.join(given)} without recompute_granularity='full' would have no effect: it says "
+        "which whole layers are recomputed. Set recompute_granularity to 'full', or leave it out."
+    ]
 
 
-def _layer_problems(
-    method: str | None, number: int, layout: Layout, shape: ModelShape
-) -> list[str]:
+def recompute_layer_problems(plugin: Any, layout: Layout, shape: ModelShape) -> list[str]:
+    """Return why the layers of a stage cannot be recomputed in the plugin's units."""
+    method, number = plugin.recompute_method, plugin.recompute_num_layers
+    if plugin.recompute_granularity != "full" or number is None:
+        return []
     chunks = layout.chunks_per_stage(shape.num_layers) or 1
     stages = [layers // chunks for layers in layout.layers_of_blocks(shape)]
     most = min(stages)
@@ -143,15 +145,25 @@ def precision_aware_problems(plugin: Any, *, has_fused_adam: bool) -> list[str]:
     return problems
 
 
-def scaled_loss_problems(plugin: Any, precision: str) -> list[str]:
-    """Return what cannot be trained in fp16, where the optimizer looks for overflow."""
-    if precision != "fp16" or not plugin.use_custom_fsdp:
+def fsdp_precision_problems(plugin: Any, shape: ModelShape, precision: str) -> list[str]:
+    """Return which precision fully sharded data parallelism cannot be combined with."""
+    if not plugin.use_custom_fsdp:
         return []
-    return [
-        "mixed_precision is 'fp16' and use_custom_fsdp is on: each rank would look for overflow in "
-        "its own rows, and the ranks would skip different updates. Set mixed_precision to 'bf16', "
-        "or use use_distributed_optimizer."
-    ]
+    problems = []
+    if precision == "fp16":
+        problems.append(
+            "mixed_precision is 'fp16' and use_custom_fsdp is on: each rank would look for "
+            "overflow in its own rows, and the ranks would skip different updates. Set "
+            "mixed_precision to 'bf16', or use use_distributed_optimizer."
+        )
+    if shape.experts is not None and precision != "no":
+        problems.append(
+            f"use_custom_fsdp is on and mixed_precision is {precision!r}: the routers of a "
+            "model with experts stay fp32, and fully sharded data parallelism takes one dtype for "
+            "all parameters of a layer. Set mixed_precision to 'no', or use "
+            "use_distributed_optimizer."
+        )
+    return problems
 
 
 def fsdp_problems(plugin: Any, layout: Layout, shape: ModelShape) -> list[str]:

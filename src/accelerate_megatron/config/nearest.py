@@ -114,11 +114,11 @@ def _other_settings(
     layout: Layout, sizes: Degrees, shape: ModelShape | None
 ) -> Iterator[dict[str, Any]]:
     """Yield what else may have to change with the sizes: as it was asked for, or off."""
-    staged = sizes["pp_size"] > 1
+    staged, stage = sizes["pp_size"] > 1, layout.world_size // sizes["pp_size"]
     two_stacks = shape is not None and shape.encoder_decoder is not None
     splits = range(1, sizes["pp_size"]) if two_stacks else [layout.split_rank, None]
     options: dict[str, list[Any]] = {
-        "etp_size": [layout.etp_size, 1],
+        "etp_size": [layout.etp_size, *(divisors(stage) if layout.etp_size > 1 else [1])],
         "sequence_parallel": [layout.sequence_parallel, True] if sizes["tp_size"] > 1 else [False],
         "cp_comm_type": [layout.cp_comm_type, "all_gather"],
         "split_rank": list(splits) if staged else [None],

@@ -31,6 +31,12 @@ _SCHEDULES = (
 _CONDITIONS = (
     "plugin/test_schedules.py::test_conditions_change_decay_and_rate_of_the_parameters_they_name"
 )
+_SHARED_SEQUENCE = "plugin/test_effects.py::test_ranks_that_share_a_sequence_keep_fewer_bytes"
+_STACKS = "plugin/test_effects.py::test_each_stack_has_the_length_that_is_asked_for"
+_EVALUATIONS = (
+    "training/test_indexed.py::test_evaluations_have_the_steps_and_the_samples_that_are_asked_for"
+)
+_WITHOUT_DATASETS = "without a MegatronLMDummyDataLoader"
 _LAYERS = "plugin/test_effects.py::test_each_stage_holds_the_layers_it_is_asked_to"
 _DROPOUT = "training/test_dropout.py::test_the_plugins_dropouts_win_over_the_configs"
 _EXPERTS = "plugin/test_effects.py::test_experts_and_their_rows_are_over_ranks"
@@ -64,8 +70,8 @@ EFFECTS: dict[str, Effect] = {
         "checkpoint/test_bad_input.py::test_weights_alone_do_not_pass_for_a_whole_state",
     ),
     "optimizer_cpu_offload": Effect(
-        "equal losses and weights",
-        "parity/test_sharded_state.py::test_a_split_or_offloaded_optimizer_equals_plain_pytorch",
+        "the step and its moments are in host memory; equal losses and weights",
+        "plugin/test_effects.py::test_an_offloaded_optimizer_steps_in_host_memory",
         refused="with torch.optim.Adam",
     ),
     "use_precision_aware_optimizer": Effect(
@@ -85,8 +91,8 @@ EFFECTS: dict[str, Effect] = {
     ),
     "expert_model_parallel_size": Effect("each rank holds its experts", _EXPERTS),
     "context_parallel_size": Effect(
-        "equal losses, norms and weights",
-        "parity/test_context_parallel.py::test_training_equals_plain_pytorch",
+        "bytes kept for the backward pass fall; equal losses, norms and weights",
+        _SHARED_SEQUENCE,
     ),
     "attention_dropout": Effect("other losses in training", _DROPOUT),
     "hidden_dropout": Effect("other losses in training", _DROPOUT),
@@ -102,13 +108,14 @@ EFFECTS: dict[str, Effect] = {
         "test_without_per_token_loss_it_is_the_mean_of_the_micro_batches_means",
     ),
     "use_rotary_position_embeddings": Effect(
-        "equal losses where it repeats the model's positions",
-        "plugin/test_effects.py::test_the_models_own_positions_may_be_said_and_no_others",
-        refused="other positions than the model's, whose weights would be lost",
+        "True: a GPT-2 trains as one whose queries and keys are turned",
+        "parity/test_forced_rotary.py::"
+        "test_training_equals_a_gpt2_whose_queries_and_keys_are_turned",
+        refused="True: encoders, T5, and then save_pretrained; False: rotary models",
     ),
     "num_micro_batches": Effect(
-        "rows of one update",
-        "training/test_prepare.py::test_the_plugin_knows_the_batch_sizes_after_prepare",
+        "rows and forward passes of one update",
+        "plugin/test_effects.py::test_an_update_takes_so_many_micro_batches",
     ),
     "gradient_clipping": Effect(
         "the norm of the update",
@@ -116,7 +123,7 @@ EFFECTS: dict[str, Effect] = {
     ),
     "sequence_parallelism": Effect(
         "bytes kept for the backward pass fall",
-        "plugin/test_effects.py::test_sequence_parallel_ranks_keep_fewer_bytes",
+        _SHARED_SEQUENCE,
         refused="with tp_degree 1",
     ),
     "recompute_activations": Effect(
@@ -193,41 +200,36 @@ EFFECTS: dict[str, Effect] = {
     ),
     "pipeline_model_parallel_split_rank": Effect(
         "a T5's encoder and decoder are on stages of their own",
-        "parity/test_encoder_decoder.py::test_training_equals_transformers",
+        "plugin/test_effects.py::"
+        "test_an_encoder_and_a_decoder_are_on_the_stages_that_the_split_says",
         refused="without a decoder, and where it leaves a stack no stage",
     ),
-    "encoder_seq_length": Effect(
-        "the encoder's tokens of a batch",
-        "config/test_encoder_decoder.py::test_each_stack_has_a_length_of_its_own",
-    ),
-    "decoder_seq_length": Effect(
-        "the decoder's tokens of a batch",
-        "config/test_encoder_decoder.py::test_each_stack_has_a_length_of_its_own",
-    ),
+    "encoder_seq_length": Effect("the encoder's tokens of a batch", _STACKS),
+    "decoder_seq_length": Effect("the decoder's tokens of a batch", _STACKS),
     "return_logits": Effect(
         "outputs.logits, those of transformers",
         "training/test_logits.py::"
         "test_logits_are_those_of_transformers_on_every_rank_of_the_last_stage",
     ),
     "megatron_dataset_flag": Effect(
-        "a MegatronLMDummyDataLoader is read; set by it too",
-        "training/test_indexed.py::test_samples_are_those_of_megatrons_own_builder",
+        "get_batch_func of a train step is told; MegatronLMDummyDataLoader sets it",
+        "plugin/test_custom.py::test_a_step_of_ones_own_is_told_where_its_batches_come_from",
+        refused=f"{_WITHOUT_DATASETS} and without custom_train_step_class",
     ),
     "eod_mask_loss": Effect(
         "the loss without those predictions",
-        "training/test_indexed.py::test_the_loss_is_that_of_the_hugging_face_model",
+        "plugin/test_end_tokens.py::test_the_first_of_several_end_tokens_ends_documents",
     ),
-    "eval_iters": Effect(
-        "the batches of one evaluation",
-        "training/test_indexed.py::"
-        "test_every_rank_gets_the_batches_of_its_replica_and_all_see_each_sample_once",
-    ),
+    "eval_iters": Effect("the batches of one evaluation", _EVALUATIONS, refused=_WITHOUT_DATASETS),
     "eval_interval": Effect(
         "how many samples the validation set is built with",
-        "training/test_indexed.py::test_samples_are_those_of_megatrons_own_builder",
+        _EVALUATIONS,
+        refused=_WITHOUT_DATASETS,
     ),
     "custom_megatron_datasets_provider_function": Effect(
-        "its datasets are read", "training/test_indexed.py::test_datasets_of_ones_own_are_used"
+        "its datasets are read",
+        "training/test_indexed.py::test_datasets_of_ones_own_are_used",
+        refused=_WITHOUT_DATASETS,
     ),
 }
 """By field."""

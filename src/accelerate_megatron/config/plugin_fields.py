@@ -164,7 +164,10 @@ FIELDS: tuple[PluginField, ...] = (
         "calculate_per_token_loss", "bool", True, "mean over tokens, not over micro-batches"
     ),
     PluginField(
-        "use_rotary_position_embeddings", "bool", None, "rotary positions (model config's)"
+        "use_rotary_position_embeddings",
+        "bool",
+        None,
+        "true: rotary positions, also instead of a GPT-2's learned ones (model config's)",
     ),
     PluginField("num_micro_batches", "int", 1, "micro-batches of one update"),
     PluginField("gradient_clipping", "float", 1.0, "L2 norm gradients are cut to; 0: never"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from accelerate_megatron.config.encoder_decoder_rules import encoder_decoder_len
 from accelerate_megatron.config.layout import Layout
 from accelerate_megatron.config.memory_savers import (
     fsdp_problems,
-    recompute_problems,
+    recompute_layer_problems,
 )
 from accelerate_megatron.config.nearest import nearest_layouts
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
+from accelerate_megatron.models.forced_rotary import forcing_problem, with_rotary_positions
 from accelerate_megatron.models.shape import ModelShape
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -61,18 +62,9 @@ def resolve_shape(shape: ModelShape, plugin: Any) -> ModelShape:
     """Return `shape` with what the plugin changes about the model.
 
     Raises:
-        UnsupportedError: The plugin asks for other positions than the model has.
+        UnsupportedError: The plugin asks for positions that the model cannot have.
     """
-    arguments = plugin.routed_arguments
-    shape = changed_shape(shape, arguments)
-    rotary = plugin.use_rotary_position_embeddings
-    if rotary is None:
-        rotary = rotary_asked(arguments)
-    if rotary is not None and rotary != (shape.position_embedding == "rope"):
-        raise UnsupportedError(
-            f"use_rotary_position_embeddings is {rotary}, but a {shape.model_type} model has "
-            f"{shape.position_embedding} positions; leave use_rotary_position_embeddings out."
-        )
+    shape = _with_positions(changed_shape(shape, plugin.routed_arguments), plugin)
     changes: dict[str, float] = {}
     if plugin.hidden_dropout is not None:
         changes.update(
@@ -85,13 +77,30 @@ def resolve_shape(shape: ModelShape, plugin: Any) -> ModelShape:
     return replace(shape, **changes)  # type: ignore[arg-type]  # all are float fields
 
 
+def _with_positions(shape: ModelShape, plugin: Any) -> ModelShape:
+    """Return `shape` with the positions that the plugin asks for; rotary ones can be forced."""
+    rotary = plugin.use_rotary_position_embeddings
+    if rotary is None:
+        rotary = rotary_asked(plugin.routed_arguments)
+    if rotary is None or rotary == (shape.position_embedding == "rope"):
+        return shape
+    why = forcing_problem(shape) if rotary else "its weights hold no others"
+    if why is not None:
+        raise UnsupportedError(
+            f"use_rotary_position_embeddings is {rotary}, but a {shape.model_type} model has "
+            f"{shape.position_embedding} positions, and {why}; leave "
+            "use_rotary_position_embeddings out."
+        )
+    return with_rotary_positions(shape)
+
+
 def model_problems(
     layout: Layout, shape: ModelShape, plugin: Any, num_micro_batches: int
 ) -> list[str]:
     """Return why the model does not fit the layout or the plugin; empty when it does."""
     problems = layout.model_problems(shape, num_micro_batches)
     if not problems:  # how many layers a stage has is known only then
-        problems = recompute_problems(plugin, layout, shape)
+        problems = recompute_layer_problems(plugin, layout, shape)
     problems += fsdp_problems(plugin, layout, shape)
     problems += encoder_decoder_length_problems(plugin, layout, shape)
     if plugin.custom_model_provider_function and shape.encoder_decoder and layout.pp_size > 1:
@@ -115,17 +124,30 @@ def model_problems(
 
 
 def nearest_choices(
-    layout: Layout, shape: ModelShape, plugin: Any, num_micro_batches: int
+    layout: Layout,
+    shape: ModelShape,
+    plugin: Any,
+    num_micro_batches: int,
+    *,
+    also: Callable[[Layout], bool] = lambda _: True,
 ) -> str | None:
     """Name the layouts nearest to `layout` that `model_problems` has nothing against.
 
     None: there is no such layout, so what is wrong is not the layout.
+
+    Args:
+        layout: The one that was refused.
+        shape: The model.
+        plugin: The plugin.
+        num_micro_batches: Micro-batches of one update.
+        also: What else a layout has to fulfil: the rule by which this one was refused.
     """
     return nearest_layouts(
         layout,
         lambda other: (
             not other.world_problems()
             and not model_problems(other, shape, plugin, num_micro_batches)
+            and also(other)
         ),
         shape,
     )

@@ -34,6 +34,8 @@ class Family:
             initializer_range / sqrt(2 * layers).
         deviations: Deviations of a new model's tensors by regular expressions of their names,
             first match wins, for a family that does not start all of them alike.
+        left_out: Hugging Face names of tensors that a model of the family has and the run does
+            not: its positions, where it gets others (`models/forced_rotary.py`).
     """
 
     model_type: str
@@ -46,6 +48,7 @@ class Family:
     disk_copies: Mapping[str, str] = field(default_factory=dict)
     narrowed_init: tuple[str, ...] = ()
     deviations: Callable[[ModelShape], Mapping[str, float]] | None = None
+    left_out: tuple[str, ...] = ()
 
     def disk_table(self, shape: ModelShape) -> Mapping[str, Parameter]:
         """Return the table of the names in files, for a shape."""

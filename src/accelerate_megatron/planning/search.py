@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,18 @@ def find_plans(family: Family, shape: ModelShape, request: PlanRequest) -> list[
     return sorted(plans, key=lambda plan: plan.rank)
 
 
+def some_layout_fits(family: Family, shape: ModelShape, request: PlanRequest) -> bool:
+    """Return whether any legal layout fits, with all the memory saving there is."""
+    layouts = _legal(shape, request)
+    if request.memory_bytes is None:
+        return next(layouts, None) is not None
+    most = _SAVINGS[-1]
+    return any(
+        _plan(family, shape, layout, _workload(layout, request, most), request).fits
+        for layout in layouts
+    )
+
+
 def _legal(shape: ModelShape, request: PlanRequest) -> Iterator[Layout]:
     experts = None if shape.experts is None else shape.experts.num_experts
     for sizes in degrees(request.num_devices, experts):
@@ -120,19 +132,22 @@ def _best_of_layout(
     for saving in _SAVINGS:
         if saving == {"shard_optimizer": True} and layout.dp_size * layout.cp_size == 1:
             continue
-        work = Workload(
-            precision=request.precision,
-            micro_batch_size=request.micro_batch_size,
-            seq_length=request.seq_length,
-            decoder_seq_length=request.decoder_seq_length,
-            num_micro_batches=_num_micro_batches(layout, request) or 1,
-            **saving,
-        )
-        plan = _plan(family, shape, layout, work, request)
+        plan = _plan(family, shape, layout, _workload(layout, request, saving), request)
         if plan.fits:
             return plan
         candidates.append(plan)
     return candidates[-1]
+
+
+def _workload(layout: Layout, request: PlanRequest, saving: Mapping[str, Any]) -> Workload:
+    return Workload(
+        precision=request.precision,
+        micro_batch_size=request.micro_batch_size,
+        seq_length=request.seq_length,
+        decoder_seq_length=request.decoder_seq_length,
+        num_micro_batches=_num_micro_batches(layout, request) or 1,
+        **saving,
+    )
 
 
 def _plan(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from accelerate_megatron import engine
 from accelerate_megatron.config.encoder_decoder_rules import stack_lengths
 from accelerate_megatron.config.logging import resolve_logging
+from accelerate_megatron.config.resolve import nearest_choices
 from accelerate_megatron.config.run import RunConfig
 from accelerate_megatron.config.view import check_consumed_samples, consumed_samples
 from accelerate_megatron.data.collate import BatchShape
@@ -92,7 +93,17 @@ class Assembly:
     def _train_step(self, accelerator: Any, plugin: Any, run: RunConfig) -> AbstractTrainStep:
         built_in = built_in_step(run.shape)
         step = make_train_step(accelerator, plugin, self.step_arguments, built_in)
-        check_splits_sequences(step, run.layout.cp_size)
+        check_splits_sequences(
+            step,
+            run.layout.cp_size,
+            lambda: nearest_choices(
+                run.layout,
+                run.shape,
+                plugin,
+                run.num_micro_batches,
+                also=lambda other: other.cp_size == 1,
+            ),
+        )
         return step
 
     def indexed_loader(

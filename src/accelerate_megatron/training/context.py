@@ -14,19 +14,27 @@ from accelerate_megatron.training.loss import counted_loss
 from accelerate_megatron.training.train_step import AbstractTrainStep, BatchFunction
 
 
-def check_splits_sequences(step: AbstractTrainStep, cp_size: int) -> None:
+def check_splits_sequences(
+    step: AbstractTrainStep, cp_size: int, nearest: Callable[[], str | None]
+) -> None:
     """Refuse a train step that does not say that context parallelism can cut its batches.
+
+    Args:
+        step: The train step.
+        cp_size: Context-parallel ranks.
+        nearest: Names layouts without context parallelism, for the refusal.
 
     Raises:
         UnsupportedError: There is context parallelism, and `splits_sequences` is not set.
     """
     if cp_size > 1 and not step.splits_sequences:
-        raise UnsupportedError(
+        problem = (
             f"context_parallel_size is {cp_size}, but {step.name} does not say that its batches "
             "can be cut along the sequence. If every tensor [b, s, ...] of its batch holds one "
             "entry per token, set splits_sequences = True on its class; else set "
             "context_parallel_size to 1."
         )
+        raise UnsupportedError.of([problem], advice=nearest())
 
 
 class ContextParallelStep:

@@ -74,7 +74,10 @@ class MegatronLMDummyDataLoader(UpstreamDummyLoader):  # type: ignore[misc]  # a
             if value is not None and value != old:
                 logger.info("MegatronLMDummyDataLoader sets %s from %s to %s.", name, old, value)
                 setattr(plugin, name, value)
-        plugin.megatron_dataset_flag = True
+                plugin.set_by_datasets |= {name}
+        if not plugin.megatron_dataset_flag:
+            plugin.megatron_dataset_flag = True
+            plugin.set_by_datasets |= {"megatron_dataset_flag"}
 
     def resolve(self, plugin: Any) -> IndexedData:
         """Return the settings, without sizes. Communicates with nobody.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -208,11 +208,13 @@ class MegatronModel(torch.nn.Module):
         Raises:
             ConfigurationError: The folder is a file or may not be replaced, `max_shard_size` is
                 no size, `dtype` is no floating dtype, or there is too little room on the disk.
-            UnsupportedError: Another argument of transformers' is given, `state_dict` above all.
+            UnsupportedError: Another argument of transformers' is given, `state_dict` above all;
+                or the model has rotary positions that only the plugin gave it.
             RanksDisagreeError: Ranks gave different arguments.
         """
 
         def resolve() -> ExportOptions:
+            _refuse_forced_positions(self._resolved.left_out, self.session.run.shape.model_type)
             _refuse_unwritten(transformers_arguments)
             return ExportOptions(
                 dtype=None if dtype is None else float_dtype(dtype),
@@ -232,7 +234,10 @@ class MegatronModel(torch.nn.Module):
         )
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the Hugging Face state dict on the last rank, None elsewhere; all call it."""
+        """Return the Hugging Face state dict on the last rank, None elsewhere; all call it.
+
+        Learned positions that the plugin has replaced by rotary ones are not in it.
+        """
         return gather_state_dict(
             engine.model_shards(self.session.chunks),
             table=self._resolved.table,
@@ -253,6 +258,17 @@ class MegatronModel(torch.nn.Module):
     @property
     def _ranks(self) -> ModelHolders:
         return ModelHolders(group=dist.group.WORLD, device=self.session.device)
+
+
+def _refuse_forced_positions(left_out: Sequence[str], model_type: str) -> None:
+    """Refuse a folder that transformers would load with learned positions of random values."""
+    if left_out:
+        raise UnsupportedError(
+            f"The model is no {model_type} any more: use_rotary_position_embeddings gave it rotary "
+            f"positions, and {', '.join(left_out)} is left out. transformers would load the folder "
+            "with learned positions of random values. Keep it with accelerator.save_state; "
+            "accelerator.get_state_dict returns the weights that it has."
+        )
 
 
 def _refuse_unwritten(arguments: Mapping[str, Any]) -> None:

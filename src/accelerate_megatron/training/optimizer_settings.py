@@ -152,6 +152,12 @@ def _refuse_options(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def kind_of(optimizer: torch.optim.Optimizer | None) -> tuple[str | None, bool]:
+    """Return "adam" or "sgd", and whether weight decay is AdamW's; (None, False) for any other."""
+    kind = _KINDS.get(type(optimizer))
+    return kind, optimizer is not None and kind is not None and _is_decoupled(optimizer)
+
+
 def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) is torch.optim.AdamW:
         return True

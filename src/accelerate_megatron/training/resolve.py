@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +21,16 @@ from accelerate_megatron.config.argument_effects import (
     with_zeros_counted,
 )
 from accelerate_megatron.config.arguments import Context, unmet_needs
-from accelerate_megatron.config.attention import resolve_attention, softmax_problems
+from accelerate_megatron.config.attention import resolve_attention
 from accelerate_megatron.config.expert_settings import expert_settings_problems
+from accelerate_megatron.config.indexed_data import unused_field_problems
 from accelerate_megatron.config.layout import Layout
 from accelerate_megatron.config.logging import resolve_logging
-from accelerate_megatron.config.memory_savers import (
-    offload_problems,
-    precision_aware_problems,
-    resolve_recompute,
-    scaled_loss_problems,
+from accelerate_megatron.config.memory_savers import resolve_recompute
+from accelerate_megatron.config.nearest_settings import (
+    Surroundings,
+    nearest_settings,
+    settings_problems,
 )
 from accelerate_megatron.config.plugin_fields import FIELDS
 from accelerate_megatron.config.resolve import (
@@ -37,7 +39,7 @@ from accelerate_megatron.config.resolve import (
     resolve_micro_batch_size,
     resolve_shape,
 )
-from accelerate_megatron.config.run import OptimizerSettings, RunConfig
+from accelerate_megatron.config.run import RunConfig
 from accelerate_megatron.config.view import (
     check_consumed_samples,
     consumed_samples,
@@ -46,12 +48,18 @@ from accelerate_megatron.config.view import (
 from accelerate_megatron.data.order import check_dataloader, micro_batch_size_of
 from accelerate_megatron.data.rebatch import with_micro_batch_size
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
-from accelerate_megatron.log import get_logger
+from accelerate_megatron.log import get_logger, log_once
+from accelerate_megatron.models.family import Family
+from accelerate_megatron.models.forced_rotary import without_learned_positions
 from accelerate_megatron.models.parameters import Parameter
 from accelerate_megatron.models.registry import family_of
 from accelerate_megatron.models.shape import ModelShape
 from accelerate_megatron.training.indexed import MegatronLMDummyDataLoader, check_indexed_data
-from accelerate_megatron.training.optimizer_settings import GroupConditions, read_optimizer
+from accelerate_megatron.training.optimizer_settings import (
+    GroupConditions,
+    kind_of,
+    read_optimizer,
+)
 from accelerate_megatron.training.schedule_of_run import schedule_of_run
 from accelerate_megatron.training.tracking import check_tensorboard
 from accelerate_megatron.weights.choosing import ChosenWeights, as_tied_in, choose_weights
@@ -91,6 +99,8 @@ class ResolvedModel:
     """What a Hugging Face folder of the model holds besides its weights."""
     view: Mapping[str, Any]
     """The run under the names of Megatron's arguments, for train steps."""
+    left_out: tuple[str, ...] = ()
+    """Tensors of the Hugging Face model that the run has no place for; see `Family.left_out`."""
 
 
 def sort_objects(objects: Sequence[Any]) -> Parts:
@@ -174,13 +184,11 @@ def resolve_model(
     class_names = [cls.__name__ for cls in type(model).__mro__]
     family = family_of(hf_config, architectures=class_names)
     architecture = next(name for name in class_names if name in family.architectures)
-    shape = family.shape(named(hf_config, architecture))
-    shape = resolve_shape(as_tied_in(model, shape), plugin)
-    problems = model_problems(layout, shape, plugin, num_micro_batches)
-    nearest = nearest_choices(layout, shape, plugin, num_micro_batches) if problems else None
-    problems += softmax_problems(plugin, shape, precision)
-    if problems:
-        raise ConfigurationError.of(problems, advice=nearest)
+    own = as_tied_in(model, family.shape(named(hf_config, architecture)))
+    shape = resolve_shape(own, plugin)
+    if shape.position_embedding != own.position_embedding:
+        family = _with_forced_positions(family, own)
+    _check_fit(parts, plugin, layout, shape, precision, num_micro_batches)
     table = family.parameters(shape)
     chosen = choose_weights(model, family, shape, weights, rank=rank, num_ranks=layout.world_size)
     run = _run(parts, plugin, layout, precision, num_micro_batches, shape, table)
@@ -206,7 +214,50 @@ def resolve_model(
         architecture=architecture,
         generation_config=getattr(model, "generation_config", None),
     )
-    return ResolvedModel(run, table, chosen, family.disk_table(shape), contents, view)
+    return ResolvedModel(
+        run, table, chosen, family.disk_table(shape), contents, view, family.left_out
+    )
+
+
+def _check_fit(
+    parts: Parts,
+    plugin: Any,
+    layout: Layout,
+    shape: ModelShape,
+    precision: str,
+    num_micro_batches: int,
+) -> None:
+    """Refuse a model, a layout and settings that do not go together, all problems at once."""
+    problems = model_problems(layout, shape, plugin, num_micro_batches)
+    advice = [nearest_choices(layout, shape, plugin, num_micro_batches)] if problems else []
+    kind, decoupled = kind_of(parts.optimizer)
+    around = Surroundings(
+        layout=layout,
+        shape=shape,
+        optimizer_kind=kind,
+        decoupled=decoupled,
+        on_cuda=engine.active_device() == "cuda",
+        has_fused_adam=engine.has_transformer_engine(),
+    )
+    problems += settings_problems(plugin, precision, around)
+    advice.append(nearest_settings(plugin, precision, around))
+    if not parts.dummy_loaders:
+        problems += unused_field_problems(plugin)
+    if problems:
+        raise ConfigurationError.of(problems, advice=" ".join(filter(None, advice)) or None)
+
+
+def _with_forced_positions(family: Family, own: ModelShape) -> Family:
+    family = without_learned_positions(family, own)
+    log_once(
+        logger,
+        "use_rotary_position_embeddings forces rotary positions: the learned ones of the "
+        f"{own.model_type} model ({', '.join(family.left_out)}) are left out. save_pretrained is "
+        "refused, since no class of transformers would load the folder as what it is; save_state "
+        "keeps the model.",
+        level=logging.WARNING,
+    )
+    return family
 
 
 def named(hf_config: Any, architecture: str) -> Any:
@@ -256,9 +307,19 @@ def _run(
     run = with_arguments(run, plugin.routed_arguments)
     problems = expert_settings_problems(run, seq_length=plugin.seq_length)
     if problems:
-        raise ConfigurationError.of(problems)
+        nearest = nearest_choices(
+            layout,
+            shape,
+            plugin,
+            num_micro_batches,
+            also=lambda other: (
+                not expert_settings_problems(
+                    replace(run, layout=other), seq_length=plugin.seq_length
+                )
+            ),
+        )
+        raise ConfigurationError.of(problems, advice=nearest)
     if parts.optimizer is None:
-        _check_optimizer(plugin, None, precision)
         if parts.scheduler is not None:
             raise ConfigurationError("prepare got a scheduler without its optimizer; pass both.")
         return run
@@ -277,29 +338,11 @@ def _run(
     optimizer = read_optimizer(
         parts.optimizer, parts.model, sources, conditions=GroupConditions.of(plugin)
     )
-    _check_optimizer(plugin, optimizer, precision)
     run = replace(run, optimizer=optimizer)
     if parts.scheduler is None:
         return run
     schedule = schedule_of_run(parts.train_loader, parts.scheduler, plugin, run, optimizer)
     return replace(run, schedule=schedule)
-
-
-def _check_optimizer(plugin: Any, optimizer: OptimizerSettings | None, precision: str) -> None:
-    kind = optimizer.kind if optimizer else None
-    decoupled = optimizer is not None and optimizer.decoupled_weight_decay
-    problems = [
-        *offload_problems(
-            plugin,
-            optimizer_kind=kind,
-            decoupled=decoupled,
-            on_cuda=engine.active_device() == "cuda",
-        ),
-        *scaled_loss_problems(plugin, precision),
-        *precision_aware_problems(plugin, has_fused_adam=engine.has_transformer_engine()),
-    ]
-    if problems:
-        raise ConfigurationError.of(problems)
 
 
 def _micro_batch_size(parts: Parts, plugin: Any) -> int | None:

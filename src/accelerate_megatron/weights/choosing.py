@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,8 @@ def choose_weights(
         WeightsError: The source does not fit the model; see `FolderSource` and `check_source`.
     """
     if weights is None and not _is_on_meta(model):
-        return _checked(LiveSource(model), family.parameters(shape), shape)
+        source = LiveSource(model, left_out=family.left_out)
+        return _checked(source, family.parameters(shape), shape)
     folder = Path(weights) if weights is not None else _folder_of_config(model)
     if folder is not None:
         return open_folder(folder, family, shape, rank=rank, num_ranks=num_ranks)
@@ -73,14 +75,14 @@ def choose_weights(
         f"{shape.initializer_range}. To start from weights, pass prepare(..., weights=FOLDER), or "
         "load_state a checkpoint.",
     )
-    source = InitialisedSource(
+    fresh = InitialisedSource(
         expected_hf_shapes(table, shape),
         shape,
         narrowed=family.narrowed_init,
         zero_rows=_padding_rows(model),
         deviations=family.deviations(shape) if family.deviations else None,
     )
-    return ChosenWeights(source, table)
+    return ChosenWeights(fresh, table)
 
 
 def open_folder(
@@ -97,7 +99,7 @@ def open_folder(
         folder,
         expected=expected_hf_shapes(table, shape).keys(),
         prefix=family.base_prefix,
-        extras=family.disk_extras,
+        extras=(*family.disk_extras, *map(re.escape, family.left_out)),
         tied=_tied_names(family, shape),
     )
     check_source(source, table, shape)

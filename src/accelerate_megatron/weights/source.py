@@ -42,13 +42,18 @@ class LiveSource:
     under the embedding's name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, left_out: Collection[str] = ()) -> None:
         """Take the parameters of `model`, without copying them.
+
+        Args:
+            model: The model.
+            left_out: Names of parameters that are not taken.
 
         Raises:
             WeightsError: Parameters have no values (meta device) or are not floating point.
         """
-        self._parameters = {**dict(model.named_parameters()), **saved_buffers(model)}
+        values = {**dict(model.named_parameters()), **saved_buffers(model)}
+        self._parameters = {name: value for name, value in values.items() if name not in left_out}
         self._label = f"the {type(model).__name__}"
         empty = [name for name, value in self._parameters.items() if value.is_meta]
         if empty:
