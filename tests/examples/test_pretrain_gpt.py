@@ -31,6 +31,7 @@ def run(command, output, cache):
         timeout=800,
     )
     assert job.returncode == 0, job.stderr[-3000:]
+    assert "deprecated" not in job.stderr  # nothing that the script's author cannot change
     return job.stdout, json.loads((output / "summary.json").read_text())
 
 

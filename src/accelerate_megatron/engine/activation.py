@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import torch
 
@@ -16,6 +17,9 @@ from accelerate_megatron.errors import EngineError
 from accelerate_megatron.log import get_logger, log_once
 
 DEVICE_TYPES = ("cpu", "cuda")
+_RENAMED_COLLECTIVES = (
+    r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+)
 
 
 def activate(device_type: str) -> None:
@@ -55,6 +59,8 @@ def activate(device_type: str) -> None:
     if device_type == "cpu":
         # Megatron-Core warns on every rank, at every start, when it is not set.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # What Megatron-Core calls; torch 2.13 tells every rank at every start that it has new names.
+    warnings.filterwarnings("ignore", _RENAMED_COLLECTIVES, FutureWarning)
     sys.meta_path.insert(0, RetargetFinder(surroundings))
 
 

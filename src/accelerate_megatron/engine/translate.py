@@ -52,6 +52,8 @@ def transformer_config(run: RunConfig) -> ModelConfig:
     with warnings.catch_warnings():
         # Said of every recomputed core attention, though only Transformer Engine's is meant.
         warnings.filterwarnings("ignore", "If you are using transformer_engine", UserWarning)
+        # Said of Megatron's own default (megatron-core 0.16.1).
+        warnings.filterwarnings("ignore", "full scope is deprecated", UserWarning)
         return ModelConfig(**{**_model_settings(run), **_named(run.engine.transformer)})
 
 
