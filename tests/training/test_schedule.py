@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -89,3 +90,31 @@ def prepare_with_min_lr() -> Any:
 def test_a_least_rate_above_the_rate_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"min_lr=0.2 is above .* \(0.1\)"):
         run_ranks(prepare_with_min_lr, num_ranks=1)
+
+
+def warnings_after_each_update(min_lr: float) -> list[int]:
+    """Go over a loader of two batches twice, with a schedule that is made for once."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate_megatron").addHandler(handler)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(min_lr=min_lr))
+    model = TWO_LAYERS.build()
+    optimizer = SGD.build(model)
+    loader = DataLoader(ragged_samples(4), batch_size=2, collate_fn=pad_samples)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=len(loader))
+    model, optimizer, loader, _ = accelerator.prepare(model, optimizer, loader, scheduler)
+    counts = []
+    for _ in range(2):
+        for batch in loader:
+            model(**batch)
+            optimizer.step()
+            counts.append(sum("the rate is 0" in message for message in said))
+    return counts
+
+
+@pytest.mark.parametrize(("min_lr", "counts"), [(0.0, [0, 0, 1, 1]), (0.01, [0, 0, 0, 0])])
+def test_updates_beyond_a_schedule_that_ends_at_0_are_told_of_once(
+    min_lr: float, counts: list[int]
+) -> None:
+    assert run_ranks(warnings_after_each_update, min_lr, num_ranks=1) == [counts]

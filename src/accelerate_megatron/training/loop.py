@@ -20,8 +20,21 @@ class LoopWatch:
         self._is_unstepped = False
         self._had_update = False
 
-    def before_update(self) -> None:
-        """Note that `model(**batch)` is about to make an update."""
+    def before_update(self, *, rate_has_ended: bool = False) -> None:
+        """Note that `model(**batch)` is about to make an update.
+
+        Args:
+            rate_has_ended: Whether the schedule is over and its last rate is 0.
+        """
+        if rate_has_ended:
+            log_once(
+                logger,
+                "The learning-rate schedule is over and the rate is 0: this update and all after "
+                "it change nothing. If the training is meant to go on: total_num_steps of "
+                "MegatronLMDummyScheduler counts batches of the DataLoader before prepare; for a "
+                "number of updates, set MegatronLMPlugin(train_iters=...), or --train_iters.",
+                level=logging.WARNING,
+            )
         if self._is_unstepped:
             log_once(
                 logger,

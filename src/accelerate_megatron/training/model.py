@@ -93,7 +93,7 @@ class MegatronModel(torch.nn.Module):
         with self.session.watch(WAITING):
             checked = self._gate.admit(batch, is_update=is_update)
         if is_update:
-            self.session.loop.before_update()
+            self.session.loop.before_update(rate_has_ended=self.session.rate_has_ended)
         with self.session.watch("running a step"):
             loss = self.meter.update(checked) if is_update else self.session.evaluate(checked)
             logits = self.session.take_logits()

@@ -78,6 +78,14 @@ class TrainingSession:
         if run.balances_experts:
             self._balance = BalanceStep(run, ranks, chunks, device)
 
+    @property
+    def rate_has_ended(self) -> bool:
+        """Whether the schedule is over and has left a learning rate of 0."""
+        if self.scheduler is None or self.run.schedule is None:
+            return False
+        is_over = self.scheduler.num_steps >= self.run.schedule.decay_steps
+        return is_over and all(group["lr"] == 0 for group in self.optimizer.param_groups)
+
     def update(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Do one update and return the loss. Every rank calls it.
 
