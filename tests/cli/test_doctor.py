@@ -27,6 +27,7 @@ RANK = {
 }
 FACTS: dict[str, Any] = {
     "megatron-core": {"version": "0.16.1", "usable": True},
+    "cuda": {"torch built for": None, "devices": 0},
     "cores": 4,
     **dict.fromkeys(
         ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "numpy"), "1.0"
@@ -133,6 +134,24 @@ def test_a_machine_that_is_not_in_order_is_told(
     assert cure in check.cure
 
 
+@pytest.mark.parametrize(
+    ("built_for", "count", "found"),
+    [
+        (None, 0, "the CPU only: this torch is built without CUDA"),
+        ("12.8", 0, "the CPU only: torch, built for CUDA 12.8, sees no GPU"),
+        ("12.8", 2, "2 CUDA device(s)"),
+    ],
+)
+def test_what_torch_can_train_on_is_told(
+    tmp_path: Path, built_for: str | None, count: int, found: str
+) -> None:
+    facts = {**FACTS, "cuda": {"torch built for": built_for, "devices": count}}
+
+    checks = {check.name: check for check in doctor.check_machine(facts, tmp_path, {})}
+
+    assert checks["devices"] == doctor.Check("devices", True, found)
+
+
 def test_too_little_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "FREE_BYTES", 10**18)
 
@@ -204,6 +223,7 @@ def test_the_command_checks_this_machine_and_leaves_nothing(tmp_path: Path) -> N
     assert (status, [check for check in checks if not check["ok"]]) == (0, [])
     assert [check["name"] for check in checks] == [
         "versions",
+        "devices",
         "threads",
         "disk",
         "ranks",

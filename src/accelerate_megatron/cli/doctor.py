@@ -109,6 +109,7 @@ def check_machine(
     """
     return [
         _check_versions(facts),
+        _describe_devices(facts["cuda"]),
         _check_threads(facts["cores"], environ.get("OMP_THREAD_LIMIT")),
         _check_disk(folder, shutil.disk_usage(folder).free),
     ]
@@ -127,6 +128,18 @@ def _check_versions(facts: Mapping[str, Any]) -> Check:
         cure = f"install what is missing: pip install {' '.join(missing)}"
         return Check("versions", False, f"{found}; not installed: {', '.join(missing)}", cure)
     return Check("versions", True, found)
+
+
+def _describe_devices(cuda: Mapping[str, Any]) -> Check:
+    """Say what torch can train on; a CPU is in order, but need not be what its owner expects."""
+    built_for, count = cuda["torch built for"], cuda["devices"]
+    if count:
+        found = f"{count} CUDA device(s)"
+    elif built_for is None:
+        found = "the CPU only: this torch is built without CUDA"
+    else:
+        found = f"the CPU only: torch, built for CUDA {built_for}, sees no GPU"
+    return Check("devices", True, found)
 
 
 def _check_threads(cores: int, limit: str | None) -> Check:
