@@ -17,6 +17,7 @@ import pytest
 from accelerate_megatron.cli import launch
 from accelerate_megatron.cli.machine import Machine
 from accelerate_megatron.cli.main import main
+from tests.helpers.ports import held_port
 
 CPU_MACHINE = Machine(cores=8, cuda_devices=0)
 GPU_MACHINE = Machine(cores=32, cuda_devices=4)
@@ -264,11 +265,8 @@ def test_a_port_in_use_is_refused_before_the_start(capsys, script):
 
 
 def test_a_free_port_is_where_the_ranks_meet(capsys, script):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    plan = planned(capsys, f"--main_process_port={port}", script)
+    with held_port() as port:
+        plan = planned(capsys, f"--main_process_port={port}", script)
 
     assert f"--master-port={port}" in plan["command"]
 
@@ -298,11 +296,12 @@ def test_ranks_start_with_their_variables_and_threads_and_the_jobs_status_is_0(t
         "import json, os, sys, torch\n"
         "names = ('RANK', 'WORLD_SIZE', 'MEGATRON_LM_TP_DEGREE')\n"
         "facts = [os.environ[name] for name in names]\n"
-        "print(json.dumps([*facts, torch.get_num_threads(), sys.argv[1:]]), flush=True)\n"
+        "line = json.dumps([*facts, torch.get_num_threads(), sys.argv[1:]])\n"
+        "os.write(1, f'{line}\\n'.encode())\n"  # in one piece: both ranks write to one pipe
     )
 
     job = start("--cpu", "--tp_degree=2", "--threads=1", str(script), "--lr", "1")
-    out, err = job.communicate(timeout=100)
+    out, err = job.communicate(timeout=250)
 
     assert job.returncode == 0, err
     ranks = sorted(json.loads(line) for line in out.splitlines())
@@ -314,7 +313,7 @@ def test_the_status_of_the_job_is_that_of_the_rank_that_failed(tmp_path):
     script.write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
 
     job = start("--cpu", "--num_processes=2", str(script))
-    _, err = job.communicate(timeout=100)
+    _, err = job.communicate(timeout=250)
 
     assert job.returncode == 7
     assert "rank      : 1" in err
@@ -324,21 +323,24 @@ def test_a_signal_ends_the_ranks_and_shows_in_the_status(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, pathlib, time\n"
-        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(os.getpid()))\n"
-        "time.sleep(90)\n"
+        f"path = pathlib.Path({str(tmp_path)!r}, os.environ['RANK'])\n"
+        "unfinished = path.with_suffix('.unfinished')\n"
+        "unfinished.write_text(str(os.getpid()))\n"
+        "unfinished.rename(path)\n"  # whoever finds it finds the number in it
+        "time.sleep(600)\n"
     )
     job = start("--cpu", "--num_processes=2", str(script))
     wait_for(lambda: all((tmp_path / rank).is_file() for rank in "01"))
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
 
     job.send_signal(signal.SIGTERM)
-    job.communicate(timeout=60)
+    job.communicate(timeout=100)
 
     assert job.returncode == 128 + signal.SIGTERM
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def wait_for(is_so, seconds=60):
+def wait_for(is_so, seconds=150):
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "waited too long"
@@ -365,3 +367,31 @@ def test_on_cpu_freed_memory_is_kept_unless_the_user_says_otherwise(capsys, scri
     monkeypatch.delenv("LD_PRELOAD")
     set_machine(monkeypatch, GPU_MACHINE)
     assert not ALLOCATOR & set(planned(capsys, script)["env"])
+
+
+@pytest.mark.parametrize(
+    ("seen", "blamed"),
+    [
+        pytest.param([(1, 0), (1, 0), (-9, 0)], 2, id="killed, and two that missed it"),
+        pytest.param([(1, 0), (75, 1)], 1, id="stuck"),
+        pytest.param([(1, 1), (1, 0)], 1, id="the first of its kind"),
+        pytest.param([(-6, 0), (-11, 0), (-15, 0)], 1, id="aborted by its backend"),
+        pytest.param([(-9, 30), (1, 0)], 1, id="killed by the launcher in the end"),
+    ],
+)
+def test_of_ranks_that_fail_at_once_the_one_that_others_can_only_have_followed_is_blamed(
+    seen, blamed
+):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    from accelerate_megatron.cli.job_failure import JobFailedError
+
+    failures = {}
+    for rank, (exitcode, seconds) in enumerate(seen):
+        failures[rank] = ProcessFailure(rank, 1000 + rank, exitcode, error_file="none")
+        failures[rank].timestamp = 1_000_000 + seconds
+
+    error = JobFailedError(ChildFailedError("job", failures))
+
+    assert error.get_first_failure() == (blamed, failures[blamed])
+    assert f"rank      : {blamed} " in str(error).split("Root Cause")[1]

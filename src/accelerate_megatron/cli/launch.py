@@ -227,11 +227,14 @@ def _run(plan: LaunchPlan) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from accelerate_megatron.cli.job_failure import JobFailedError
+
     try:
         run.main(plan.torchrun_args)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        _, failure = error.get_first_failure()
+        failed = JobFailedError(error)
+        print(failed, file=sys.stderr)
+        _, failure = failed.get_first_failure()
         return _shell_status(failure.exitcode)
     except SignalException as error:
         return 128 + error.sigval.value
