@@ -67,15 +67,16 @@ class Watchdog:
                 self._end(doing[0])
 
     def _end(self, what: str) -> None:
-        stream = sys.__stderr__ or sys.stderr
+        stream = sys.__stderr__ or sys.stderr  # logging may be what hangs
         others = self._tell(what)
-        print(  # logging may be what hangs
+        stream.write(
             f"accelerate-megatron: the job is stuck. Rank {self._rank} has been {what} for "
-            f"{self._seconds:g} s.{others} Its stacks:",
-            file=stream,
-            flush=True,
+            f"{self._seconds:g} s.{others} Its stacks:\n"
         )
-        faulthandler.dump_traceback(file=stream, all_threads=True)
+        for line in _stacks():
+            # Each in one piece: the other ranks write to the same place at this moment.
+            stream.write(f"rank {self._rank}: {line}\n")
+        stream.flush()
         os._exit(EXIT_STATUS)
 
     def _tell(self, what: str) -> str:
@@ -102,3 +103,11 @@ class Watchdog:
             return None
         text: bytes = self._store.get(key)
         return text.decode()
+
+
+def _stacks() -> list[str]:
+    """Return the stacks of all threads, in lines; from memory, for a disk may be what hangs."""
+    with os.fdopen(os.memfd_create("stacks"), "r+b") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace").splitlines()
