@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from accelerate_megatron.checkpoint import files, folders, saving, writing
+from accelerate_megatron.checkpoint.lock import lock
 from accelerate_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accelerate_megatron.errors import CheckpointError, CheckpointLockedError
 from tests.checkpoint.tensors import data_folder
@@ -232,7 +233,7 @@ MOMENTS = [
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_during_a_save_leaves_the_previous_checkpoint(moment: str, tmp_path: Path) -> None:
     run = Run(LayoutCase(2), project=str(tmp_path), save={1: "", 2: ""})
-    results = run_ranks(_save_and_die, run, moment, 0, num_ranks=2, errors="return", timeout=40)
+    results = run_ranks(_save_and_die, run, moment, 0, num_ranks=2, errors="return")
     assert "SIGKILL" in str(results[0])
     checkpoints = tmp_path / "checkpoints"
     left = [path.name for path in folders.find_unfinished(checkpoints)]
@@ -256,7 +257,7 @@ def test_a_kill_during_a_save_in_the_background_leaves_the_previous_checkpoint(
 ) -> None:
     plugin = {"other_megatron_args": {"async_save": True}}
     run = Run(LayoutCase(2), plugin=plugin, project=str(tmp_path), save={1: "", 2: ""})
-    results = run_ranks(_save_and_die, run, moment, 0, num_ranks=2, errors="return", timeout=40)
+    results = run_ranks(_save_and_die, run, moment, 0, num_ranks=2, errors="return")
     assert "SIGKILL" in str(results[0])
 
     [(loaded, updates, _)] = run_ranks(_resume_automatically, str(tmp_path), num_ranks=1)
@@ -270,9 +271,7 @@ def test_a_kill_of_another_rank_during_a_save_leaves_the_previous_one(tmp_path: 
     layout = LayoutCase(2, {"tp_degree": 2})
     run = Run(layout, project=str(tmp_path), save={1: "", 2: ""})
 
-    results = run_ranks(
-        _save_and_die, run, "half of the tensors", 1, num_ranks=2, errors="return", timeout=40
-    )
+    results = run_ranks(_save_and_die, run, "half of the tensors", 1, num_ranks=2, errors="return")
 
     assert "SIGKILL" in str(results[1])
     [(loaded, updates, _)] = run_ranks(_resume_automatically, str(tmp_path), num_ranks=1)
@@ -287,7 +286,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one(
 ) -> None:
     folder = str(tmp_path / "checkpoint")
     run = Run(save={1: folder, 2: folder})
-    [killed] = run_ranks(_save_and_die, run, moment, 0, num_ranks=1, errors="return", timeout=40)
+    [killed] = run_ranks(_save_and_die, run, moment, 0, num_ranks=1, errors="return")
     assert "SIGKILL" in str(killed)
 
     manifest = json.loads(Path(folder, "manifest.json").read_text())
@@ -302,7 +301,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one(
 
 def test_a_kill_after_the_rename_leaves_the_new_one(tmp_path: Path) -> None:
     run = Run(project=str(tmp_path), save={1: "", 2: ""})
-    run_ranks(_save_and_die, run, "renamed", 0, num_ranks=1, errors="return", timeout=40)
+    run_ranks(_save_and_die, run, "renamed", 0, num_ranks=1, errors="return")
 
     [(loaded, updates, _)] = run_ranks(_resume_automatically, str(tmp_path), num_ranks=1)
 
@@ -313,13 +312,14 @@ def test_a_kill_after_the_rename_leaves_the_new_one(tmp_path: Path) -> None:
 # --- who may write, and where ----------------------------------------------------------------
 
 _HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from accelerate_megatron.checkpoint.lock import lock
 lock(Path(sys.argv[1]))
 print("locked", flush=True)
-time.sleep(60)
+sys.stdin.read()  # until it is killed
 """
+SOURCES = Path(__file__).parents[2] / "src"
 
 
 def test_a_second_job_is_locked_out_until_the_first_is_gone(tmp_path: Path) -> None:
@@ -327,9 +327,11 @@ def test_a_second_job_is_locked_out_until_the_first_is_gone(tmp_path: Path) -> N
     path = str(tmp_path / "checkpoints/.lock")
     other = subprocess.Popen(
         [sys.executable, "-c", _HOLD, path],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": "src"},
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
     )
+    assert other.stdin is not None
     assert other.stdout is not None
     assert other.stdout.readline() == b"locked\n"
     run = Run(LayoutCase(2), project=str(tmp_path), steps=1, save={1: ""})
@@ -339,12 +341,32 @@ def test_a_second_job_is_locked_out_until_the_first_is_gone(tmp_path: Path) -> N
     finally:
         other.kill()
         other.wait()
+        other.stdin.close()
         other.stdout.close()
 
     for error in errors:
         assert isinstance(error, CheckpointLockedError)
         assert f"process {other.pid}" in str(error)
     run_ranks(train, run, num_ranks=2)
+
+
+def _lock_after_a_holder_that_has_forked(path: str) -> None:
+    """Let another process take the lock, fork a worker and end; then take the lock here."""
+    holder = os.fork()
+    if holder == 0:
+        lock(Path(path))
+        if os.fork() == 0:
+            signal.pause()  # until the test has ended this rank and all that it started
+        os._exit(0)
+    _, status = os.waitpid(holder, 0)
+    assert status == 0
+    lock(Path(path))
+
+
+def test_what_a_killed_job_has_forked_locks_nobody_out(tmp_path: Path) -> None:
+    path = str(tmp_path / ".lock")
+
+    run_ranks(_lock_after_a_holder_that_has_forked, path, num_ranks=1, process_group=False)
 
 
 def _output_problem(path: Path, kind: str) -> str:

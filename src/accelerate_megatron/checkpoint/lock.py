@@ -1,7 +1,8 @@
 """One job at a time writes to a folder of checkpoints.
 
 The lock is the kernel's, on a file beside the checkpoints: it ends with the process that holds it,
-however that ends, so that a job that was killed locks nobody out.
+however that ends, so that a job that was killed locks nobody out. Processes that the holder has
+forked, such as workers of a DataLoader, which outlive it for a while, have no part in it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def lock(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be shared with them
     except BlockingIOError:
         holder = os.read(descriptor, 200).decode(errors="replace").strip()
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -24,7 +25,7 @@ class Preemption:
         self._is_asked = False
         self.is_installed = threading.current_thread() is threading.main_thread()
         if self.is_installed:
-            signal.signal(signal.SIGTERM, self._note)
+            _leave_to_forked_processes(signal.signal(signal.SIGTERM, self._note) or signal.SIG_DFL)
 
     def _note(self, _signal: int, _frame: FrameType | None) -> None:
         self._is_asked = True
@@ -49,3 +50,23 @@ class Preemption:
             logger.warning("Got SIGTERM: saved %s and ended.", folder)
         dist.barrier()
         raise SystemExit(0)
+
+
+def _leave_to_forked_processes(handler: Any) -> None:
+    """Let what this process forks have `handler` for SIGTERM, as if nobody had taken it over.
+
+    Multiprocessing ends the workers of a pool so, and waits until they are gone. The signal is held
+    back until the handler is in place: before, the forked process would note it and go on.
+    """
+
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def change() -> None:
+        signal.signal(signal.SIGTERM, handler)
+        let_through()
+
+    os.register_at_fork(before=hold, after_in_parent=let_through, after_in_child=change)
