@@ -36,6 +36,9 @@ USE_UPSTREAM = "ACCELERATE_USE_MEGATRON_LM"
 LEAVING_SECONDS = 10.0
 """How long a process that ends waits for the threads of its process group."""
 
+_leaving: set[int] = set()
+"""Processes that will leave their group when they end."""
+
 OTHER_STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -147,8 +150,10 @@ def start_process_group(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    atexit.unregister(leave_process_group)
-    atexit.register(leave_process_group, os.getpid())
+    if os.getpid() not in _leaving:
+        # Once: what is registered later, such as waiting for a save, comes before it at the end.
+        _leaving.add(os.getpid())
+        atexit.register(leave_process_group, os.getpid())
 
 
 def leave_process_group(owner: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accelerate_megatron import Accelerator
 from accelerate_megatron.checkpoint import files, saving
 from accelerate_megatron.errors import CheckpointError
 from tests.checkpoint.test_resume import DIST, GPT2, check_equal
@@ -146,6 +149,30 @@ def test_saves_do_not_overlap_and_the_oldest_are_deleted(tmp_path: Path) -> None
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == [".lock", "checkpoint_2", "checkpoint_3", "latest"]
     assert (tmp_path / "checkpoints/latest").read_text() == "checkpoint_3\n"
+
+
+def _end_while_writing(run: Run) -> bool:
+    """Make another `Accelerator` while a save is written, and end; return whether it is there."""
+    real = saving.write_capture
+
+    def write_late(*args: Any) -> Any:
+        time.sleep(0.5)
+        return real(*args)
+
+    saving.write_capture = write_late
+    accelerator, *_ = make(run)
+    folder = accelerator.save_state()
+    Accelerator(cpu=True)
+    atexit._run_exitfuncs()
+    return Path(folder, "manifest.json").is_file()
+
+
+def test_another_accelerator_does_not_make_the_end_come_before_the_last_save(
+    tmp_path: Path,
+) -> None:
+    run = Run(plugin=ASYNC, project=str(tmp_path))
+
+    assert run_ranks(_end_while_writing, run, num_ranks=1) == [True]
 
 
 SCRIPT = str(REPOSITORY / "tests/checkpoint/ending.py")
