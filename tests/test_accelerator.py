@@ -108,17 +108,20 @@ def kind_from_environment() -> Any:
 
 
 def wait_for_a_sleeper() -> float:
+    """Return when the sleeper came, and when the other rank went on, on the machine's clock."""
     accelerator = make()
     dist.barrier()
-    started = time.monotonic()
     if accelerator.process_index == 1:
         time.sleep(0.5)
+        came = time.monotonic()
     accelerator.wait_for_everyone()
-    return time.monotonic() - started
+    return came if accelerator.process_index == 1 else time.monotonic()
 
 
 def test_a_sleeping_rank_is_waited_for() -> None:
-    assert min(run_ranks(wait_for_a_sleeper, num_ranks=2)) >= 0.45
+    went_on, came = run_ranks(wait_for_a_sleeper, num_ranks=2)
+
+    assert went_on >= came
 
 
 def order_of_blocks(method: str) -> float:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch.distributed as dist
 
 from accelerate_megatron import Accelerator, accelerator
 from accelerate_megatron.errors import ConfigurationError, RanksDisagreeError
+from tests.helpers.ports import held_port
 from tests.helpers.ranks import run_ranks
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 def run_before_a_group_is_made(function: Any, num_ranks: int) -> list[Any]:
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return run_ranks(function, num_ranks=num_ranks, process_group=False, env=env, errors="return")
+    with held_port() as port:
+        return run_ranks(
+            function,
+            num_ranks=num_ranks,
+            process_group=False,
+            env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            errors="return",
+        )
 
 
 def construct_where_rank_1_finds_no_gpu() -> None:

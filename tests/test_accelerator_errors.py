@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -230,19 +229,18 @@ def test_an_object_that_is_no_part_of_a_training_is_refused_by_name() -> None:
 # --- at once --------------------------------------------------------------------------------
 
 
-def prepare_where_one_rank_fails() -> float:
+def prepare_where_one_rank_fails() -> None:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
     model = TWO_LAYERS.build()
     optimizer = SGD.build(model)
     parts = [model, optimizer] if dist.get_rank() == 0 else [model, optimizer, "a scheduler"]
-    started = time.monotonic()
     with pytest.raises(UnsupportedError, match=r"rank 1: argument 3 of prepare is a builtins\.str"):
         accelerator.prepare(*parts)
-    return time.monotonic() - started
 
 
 def test_an_error_of_one_rank_ends_prepare_on_all_at_once() -> None:
-    assert max(run_ranks(prepare_where_one_rank_fails, num_ranks=2)) < 10
+    # Well before the 300 seconds that a rank waits for the others.
+    run_ranks(prepare_where_one_rank_fails, num_ranks=2, timeout=100)
 
 
 def go_on_after_a_refusal() -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from accelerate_megatron.state import leave_process_group
+from tests.helpers.ports import held_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -39,11 +39,12 @@ def run(arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
     return subprocess.run(
         [sys.executable, "-c", SCRIPT.format(arguments=arguments)],
-        env={**usual, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        # Unbuffered, a line is written in parts, between which another rank's may come.
+        env={**usual, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **env},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -130,13 +131,11 @@ print("the kernel goes on")
 def test_accelerates_notebook_launcher_starts_ranks_under_the_drop_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    script = LAUNCHED_FROM_A_NOTEBOOK.replace("{port}", str(port))
-    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", script)
+    with held_port() as port:
+        script = LAUNCHED_FROM_A_NOTEBOOK.replace("{port}", str(port))
+        monkeypatch.setattr(sys.modules[__name__], "SCRIPT", script)
 
-    result = run("")
+        result = run("")
 
     assert result.returncode == 0, result.stderr[-3000:]
     told = [line for line in result.stdout.splitlines() if line.startswith("rank")]
@@ -163,7 +162,7 @@ def test_a_script_without_end_training_does_not_abort_at_exit() -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
     assert result.returncode == 0, result.stderr
@@ -171,7 +170,7 @@ def test_a_script_without_end_training_does_not_abort_at_exit() -> None:
 
 @pytest.mark.parametrize(
     ("failure", "owner", "left"),
-    [(None, os.getpid(), True), (ValueError, os.getpid(), False), (None, 1, False)],
+    [(None, os.getpid(), True), (ValueError, os.getpid(), False), (None, -1, False)],
     ids=["finished", "uncaught exception", "forked child"],
 )
 def test_the_process_group_is_left_by_a_process_that_finished(

@@ -19,7 +19,7 @@ def test_a_page_or_picture_is_what_the_code_says(script: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=250,
     )
 
     assert done.returncode == 0, done.stderr

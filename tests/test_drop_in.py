@@ -176,7 +176,7 @@ def test_the_launcher_starts_a_script_under_the_drop_in_from_an_old_file(tmp_pat
         ],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={"PYTHONPATH": f"{root / 'src'}:{root}", "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,19 @@ def test_a_handful_is_another_one_each_day(mutants: Any, monkeypatch: pytest.Mon
         seen |= {fault.name for fault in handful}
 
     assert len(seen) == len(mutants.FAULTS)
+
+
+@pytest.mark.slow
+def test_pytest_finds_each_test_that_a_fault_names(mutants: Any) -> None:
+    """Each day tries a few faults: a name that is gone would be noticed on one of them."""
+    tests = sorted({test for fault in mutants.FAULTS for test in fault.tests})
+
+    job = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]

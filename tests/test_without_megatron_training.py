@@ -49,6 +49,7 @@ print("statuses", *statuses, "cuda", torch.cuda.is_initialized())
 """
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.slow  # it starts a training and three commands, each with all its imports
 def test_training_and_conversion_import_neither_and_never_start_cuda(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
@@ -63,7 +64,7 @@ def test_training_and_conversion_import_neither_and_never_start_cuda(tmp_path: P
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=850,
         check=False,
     )
 

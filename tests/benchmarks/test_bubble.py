@@ -8,6 +8,7 @@ from benchmarks import bubble
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "pipeline",
     [bubble.Pipeline(2, 2), bubble.Pipeline(2, 4, chunks=2)],

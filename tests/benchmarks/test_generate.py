@@ -13,6 +13,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "generate.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_both_sides_take_turns_and_give_the_same_tokens(family: str) -> None:
     job = subprocess.run(

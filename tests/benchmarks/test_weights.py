@@ -13,6 +13,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "weights.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_rank_reports_its_memory_and_its_times() -> None:
     job = subprocess.run(
         [sys.executable, BENCHMARK, "--size=tiny", "--json"],

@@ -216,7 +216,7 @@ def run_doctor(folder: Path, **environ: str) -> tuple[int, list[dict[str, Any]]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_command_checks_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     status, checks = run_doctor(tmp_path)
 
@@ -235,7 +235,7 @@ def test_the_command_checks_this_machine_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_network_device_that_is_not_there_is_found(tmp_path: Path) -> None:
     status, checks = run_doctor(tmp_path, GLOO_SOCKET_IFNAME="nothere0")
 

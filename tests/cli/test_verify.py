@@ -154,6 +154,7 @@ def test_the_largest_difference_of_each_token_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_command_itself_runs_the_ranks(tmp_path: Path) -> None:
     TinyModel("mistral", tied=False, changes={"sliding_window": 7}).build().save_pretrained(
         tmp_path

@@ -72,7 +72,7 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('the page has no train.py')\n")

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [sys.executable, "-m", "accelerate_megatron", "launch", "--cpu", "--threads=1"]
 TINY = ["--hidden_size=32", "--layers=2", "--vocab_size=512", "--seq_length=32", "--eval_rows=32"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def run(name: str, words: list[str], output: Path) -> dict[str, Any]:
         [*LAUNCH, "--num_processes=2", *words[:1], str(EXAMPLES / name), *words[1:], *cache],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         check=False,
     )
     assert job.returncode == 0, job.stderr[-3000:]

@@ -25,14 +25,14 @@ def run(command, output, cache):
         [*command, "--output", output, "--cache", cache],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
     )
     assert job.returncode == 0, job.stderr[-3000:]
     return json.loads((output / "summary.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_example_trains_on_two_stages_and_transformers_reads_it_back(tmp_path):
     summary = run([*LAUNCH, *SPLIT, SCRIPT, *TINY.split()], tmp_path, tmp_path / "cache")
 
@@ -41,7 +41,7 @@ def test_the_example_trains_on_two_stages_and_transformers_reads_it_back(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_example_beats_guessing_by_how_often_tokens_occur(tmp_path):
     layout = ["--threads=1", "--tp_degree=2"]
 

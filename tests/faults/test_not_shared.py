@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ TWO_RANKS = Run(LayoutCase(2), steps=2)
 
 def _can_mount() -> bool:
     """Return whether a process may have file systems of its own, as another machine has."""
-    command = ["unshare", "--mount", "true"]
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", tempfile.gettempdir()]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0
     except FileNotFoundError:
