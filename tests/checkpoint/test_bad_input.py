@@ -111,12 +111,17 @@ def _load_without_optimizer(folder: str, precision: str) -> tuple[Any, ...]:
     return accelerator.get_state_dict(model), rate, has_moments
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "has_optimizer"),
+    [("no", True), ("no", False), ("bf16", False)],
+    ids=["whole", "weights", "weights-bf16"],
+)
 def test_no_load_optim_takes_the_weights_and_starts_the_optimizer_anew(
-    precision: str, tmp_path: Path
+    precision: str, has_optimizer: bool, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "weights")
-    run = Run(plugin={"no_save_optim": True}, precision=precision, steps=2, save={2: folder})
+    plugin = {"no_save_optim": not has_optimizer}
+    run = Run(plugin=plugin, precision=precision, steps=2, save={2: folder})
     [saved] = run_ranks(train, run, num_ranks=1)
 
     _, (weights, rate, has_moments) = run_ranks(

@@ -142,3 +142,5 @@ def test_expert_groups_that_the_world_cannot_hold_are_answered_with_some_that_it
     with pytest.raises(ConfigurationError, match=r"expert_model_parallel_size=3; or"):
         layout.check()
     assert not replace(layout, ep_size=3).world_problems()
+    with pytest.raises(ConfigurationError, match=r"works on 6 ranks: .*rt_tensor_parallel_size=3;"):
+        Layout(world_size=6, etp_size=4).check()
