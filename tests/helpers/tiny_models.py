@@ -47,7 +47,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.helpers.rotary_gpt2 import turn_positions
+from tests.helpers.rotary_positions import turn_positions
 from tests.helpers.tiny_encoders import ENCODERS, MAX_POSITIONS, VOCAB_SIZE, encoder_config
 
 
@@ -56,7 +56,7 @@ class TinyModel:
     """A recipe: the same one gives the same weights everywhere.
 
     `changes` overrides fields of the Hugging Face config; dropout is 0 unless it says otherwise.
-    A GPT-2 with `rotary_base` has rotary positions of that base, and none of its own.
+    A GPT-2 or BERT with `rotary_base` has rotary positions of that base, and none of its own.
     """
 
     family: str = "gpt2"

@@ -1,9 +1,10 @@
-"""Rotary positions forced on a GPT-2: it trains as one that has them, and is saved as no other."""
+"""Rotary positions forced on a GPT-2 or BERT: trained as having them, saved as nothing else."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from accelerate_megatron.errors import CheckpointMismatchError, UnsupportedError
 from tests.helpers.oracle import oracle_run
 from tests.helpers.oracle_training import OracleCase
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_encoders import encoder_samples, pad_encoder_samples
 from tests.helpers.tiny_models import TinyModel, TinyOptimizer, global_batches, pad_samples
 from tests.helpers.tiny_models import ragged_samples as samples
 from tests.parity.test_parity import check_losses_and_norms, check_weights
@@ -55,6 +57,38 @@ def test_training_equals_a_gpt2_whose_queries_and_keys_are_turned(
     check_weights(ranks[-1].weights, oracle)
     left_out = set(TWO_LAYERS.build().state_dict()) - set(ranks[-1].weights or ())
     assert left_out == {"transformer.wpe.weight", "lm_head.weight"}, "the latter is tied"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            LayoutCase(4, {"tp_degree": 2, "pp_degree": 2, "sequence_parallelism": True}),
+            id="tp2-pp2-sp",
+        ),
+        pytest.param(LayoutCase(2, {"recompute_granularity": "full"}), id="dp2-recomputed"),
+    ],
+)
+@pytest.mark.slow
+def test_training_equals_a_bert_whose_queries_and_keys_are_turned(layout: LayoutCase) -> None:
+    bert, rows = TinyModel("bert"), GLOBAL_BATCH_ROWS
+    masked = encoder_samples(3 * rows)
+    layout = replace(layout, plugin=layout.plugin | FORCED)
+
+    ranks = run_ranks(
+        partial(train, collate=pad_encoder_samples),
+        layout,
+        bert,
+        SGD,
+        masked,
+        num_ranks=layout.num_ranks,
+    )
+
+    batches = [pad_encoder_samples(masked[n : n + rows]) for n in range(0, len(masked), rows)]
+    oracle = oracle_run(OracleCase(replace(bert, rotary_base=10000.0), SGD, batches))
+    check_losses_and_norms(ranks, oracle)
+    check_weights(ranks[-1].weights, oracle)
+    assert "bert.embeddings.position_embeddings.weight" not in (ranks[-1].weights or ())
 
 
 def forced_run(folder: str) -> Any:
@@ -119,8 +153,7 @@ def evaluated(family: str, plugin: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "asked", "why"),
     [
-        ("t5", True, "t5 model has relative positions, and this version forces rotary ones on dec"),
-        ("bert", True, "learned_absolute positions, and this version forces rotary ones on decod"),
+        ("t5", True, "t5 model has relative positions, and this version forces rotary ones on mod"),
         ("llama", False, "its weights hold no others"),
     ],
 )

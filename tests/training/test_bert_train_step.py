@@ -234,9 +234,6 @@ def test_a_key_without_effect_is_refused() -> None:
             {"context_parallel_size": 2}, "context_parallel_size is 2, but a bert", id="context"
         ),
         pytest.param({"use_custom_fsdp": True}, "use_custom_fsdp", id="fsdp"),
-        pytest.param(
-            {"use_rotary_position_embeddings": True}, "a bert model has learned", id="rotary"
-        ),
     ],
 )
 def test_what_an_encoder_cannot_have_is_refused(plugin: dict[str, Any], message: str) -> None:

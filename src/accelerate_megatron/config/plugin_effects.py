@@ -111,7 +111,7 @@ EFFECTS: dict[str, Effect] = {
         "True: a GPT-2 trains as one whose queries and keys are turned",
         "parity/test_forced_rotary.py::"
         "test_training_equals_a_gpt2_whose_queries_and_keys_are_turned",
-        refused="True: encoders, T5, and then save_pretrained; False: rotary models",
+        refused="True: T5, and then save_pretrained; False: rotary models",
     ),
     "num_micro_batches": Effect(
         "rows and forward passes of one update",

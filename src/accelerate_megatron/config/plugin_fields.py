@@ -167,7 +167,7 @@ FIELDS: tuple[PluginField, ...] = (
         "use_rotary_position_embeddings",
         "bool",
         None,
-        "true: rotary positions, also instead of a GPT-2's learned ones (model config's)",
+        "true: rotary positions, also instead of learned ones (model config's)",
     ),
     PluginField("num_micro_batches", "int", 1, "micro-batches of one update"),
     PluginField("gradient_clipping", "float", 1.0, "L2 norm gradients are cut to; 0: never"),

@@ -16,6 +16,7 @@ from accelerate_megatron.engine.cross_entropy import vocabulary_cross_entropy
 from accelerate_megatron.engine.encoder_heads import LanguageHead, Pooler, all_tokens
 from accelerate_megatron.engine.encoder_layers import EncoderEmbedding, encoder_block_spec
 from accelerate_megatron.engine.model_config import ModelConfig
+from accelerate_megatron.engine.rotary import inverse_frequencies, row_embeddings
 
 NUM_SENTENCE_ORDERS = 2
 
@@ -47,6 +48,11 @@ class BertChunk(LanguageModule):  # type: ignore[misc]  # megatron is untyped
         self.real_vocab_size = shape.vocab_size
         if self.pre_process:
             self.embedding = EncoderEmbedding(config, shape, run.padded_vocab_size)
+        self.frequencies: torch.Tensor | None = None
+        if shape.position_embedding == "rope":
+            self.frequencies = inverse_frequencies(
+                shape.rope_parameters, shape.rotary_channels or shape.kv_channels
+            )
         self.encoder = TransformerBlock(
             config=config,
             spec=encoder_block_spec(shape.encoder, config, vp_stage),
@@ -117,8 +123,17 @@ class BertChunk(LanguageModule):  # type: ignore[misc]  # megatron is untyped
             types = torch.zeros_like(input_ids) if tokentype_ids is None else tokentype_ids
             embedded = self.embedding(input_ids, types)
         hidden = None if attention_mask is None else ~attention_mask.bool()[:, None, None, :]
-        states = self.encoder(hidden_states=embedded, attention_mask=hidden)
+        states = self.encoder(
+            hidden_states=embedded, attention_mask=hidden, rotary_pos_emb=self._angles(input_ids)
+        )
         return self._heads(states, lm_labels) if self.post_process else states
+
+    def _angles(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return what rotary positions turn each token by, [s, 1, 1, channels]; None without."""
+        if self.frequencies is None:
+            return None
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return row_embeddings(positions, self.frequencies.to(input_ids.device), interleaved=False)
 
     def _heads(self, states: torch.Tensor, labels: torch.Tensor | None) -> Any:
         kind = self.kind

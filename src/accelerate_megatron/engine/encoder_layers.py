@@ -72,9 +72,11 @@ class EncoderEmbedding(LanguageModelEmbedding):  # type: ignore[misc]  # megatro
             input_ids: [b, s].
             tokentype_ids: [b, s].
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         embeddings = self.word_embeddings(input_ids) + self.tokentype_embeddings(tokentype_ids)
-        embeddings = (embeddings + self.position_embeddings(positions)).transpose(0, 1).contiguous()
+        if self.add_position_embedding:  # unless queries and keys are turned instead
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            embeddings = embeddings + self.position_embeddings(positions)
+        embeddings = embeddings.transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
             return self.embedding_dropout(self._normalised(embeddings))  # type: ignore[no-any-return]
         embeddings = tensor_parallel.scatter_to_sequence_parallel_region(

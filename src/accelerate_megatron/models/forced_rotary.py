@@ -17,8 +17,8 @@ ROTARY_BASE = 10000.0
 def forcing_problem(shape: ModelShape) -> str | None:
     """Return why `shape` cannot get rotary positions in the place of its own; None when it can."""
     channels = shape.rotary_channels or shape.kv_channels
-    if shape.encoder is not None or shape.encoder_decoder is not None:
-        return "this version forces rotary ones on decoder-only models alone"
+    if shape.encoder_decoder is not None:
+        return "this version forces rotary ones on models of one stack alone"
     if channels % 2:
         return f"rotary positions turn pairs of channels, of which each head has {channels}"
     return None

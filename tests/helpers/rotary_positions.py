@@ -1,7 +1,7 @@
-"""A GPT-2 of transformers with rotary positions in the place of its learned ones.
+"""A GPT-2 or BERT of transformers with rotary positions in the place of its learned ones.
 
-transformers has no such class. It lets a model's attention be another function, so the queries and
-keys are turned by its own code of Llama before its own attention sees them.
+transformers has no such classes. It lets a model's attention be another function, so the queries
+and keys are turned by its own code of Llama before its own attention sees them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, GPT2LMHeadModel, LlamaConfig
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+POSITION_TABLES = ("transformer.wpe.weight", "bert.embeddings.position_embeddings.weight")
 _NAME = "rotary_sdpa"
 
 
-def turn_positions(model: GPT2LMHeadModel, base: float = 10000.0) -> None:
+def turn_positions(model: PreTrainedModel, base: float = 10000.0) -> None:
     """Take the learned positions out of `model`, and turn its queries and keys instead.
 
     Args:
@@ -27,8 +28,8 @@ def turn_positions(model: GPT2LMHeadModel, base: float = 10000.0) -> None:
     config = model.config
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=config.n_embd,
-            num_attention_heads=config.n_head,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
             rope_parameters={"rope_type": "default", "rope_theta": base},
         )
     )
@@ -48,7 +49,7 @@ def turn_positions(model: GPT2LMHeadModel, base: float = 10000.0) -> None:
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     model.set_attn_implementation(_NAME)
-    table = model.transformer.wpe.weight
+    [table] = [value for name, value in model.named_parameters() if name in POSITION_TABLES]
     with torch.no_grad():
         table.zero_()
     table.requires_grad_(False)
