@@ -57,13 +57,18 @@ def check_equal(before: Path, after: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("t5", torch.float32)],
+    ("family", "tied", "dtype"),
+    [
+        ("qwen3", True, torch.float32),
+        ("qwen3", True, torch.bfloat16),
+        ("t5", True, torch.float32),
+        ("t5", False, torch.float32),
+    ],
 )
 def test_a_folder_comes_back_as_it_was(
-    family: str, dtype: torch.dtype, tmp_path: Path, capsys
+    family: str, tied: bool, dtype: torch.dtype, tmp_path: Path, capsys
 ) -> None:
-    model = TinyModel(family, tied=True).build()
+    model = TinyModel(family, tied=tied).build()
     model.config.dtype = dtype
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -43,7 +43,11 @@ def _import(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
 
 
 def _export(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
-    prepared = accelerator.prepare(_empty(settings["configs"]))
+    model = _empty(settings["configs"])
+    # What transformers makes every T5's config say is not what the checkpoint holds.
+    said, model.config.tie_word_embeddings = model.config.tie_word_embeddings, settings["tied"]
+    prepared = accelerator.prepare(model)
+    prepared.config.tie_word_embeddings = said
     accelerator.load_state(settings["checkpoint"])
     tokenizer = settings["tokenizer"]
     prepared.save_pretrained(

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
                 "task": "export",
                 "checkpoint": args.checkpoint,
                 "configs": str(configs),
+                "tied": manifest.run["model"]["tied_embeddings"],
                 "output": args.output,
                 "tokenizer": args.tokenizer,
                 "max_shard_size": args.max_shard_size,

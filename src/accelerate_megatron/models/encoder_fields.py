@@ -91,7 +91,7 @@ def _problems(config: Any, head: Head) -> list[str]:
     if head in ("masked_lm", "pretraining") and not required(config, "tie_word_embeddings"):
         problems.append(
             f"{owner}.tie_word_embeddings is False: a BERT's output layer is its word embedding "
-            "here; set it to True."
+            "here; set it to True, and call model.tie_weights() on a model that is already made."
         )
     hidden_size, num_heads = (
         required(config, "hidden_size"),

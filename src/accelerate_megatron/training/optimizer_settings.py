@@ -127,7 +127,7 @@ def _memberships(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, conditions: GroupConditions
 ) -> dict[str, _Membership | None]:
     """Return what holds for each parameter, by Hugging Face name; None: frozen."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def holds(condition: ParameterCondition | None, name: str) -> bool:
         return condition is not None and bool(condition(name, parameters[name]))
@@ -175,20 +175,23 @@ def _groups_by_name(
     }
     # A router's correction bias is a buffer: no gradient moves it.
     groups: dict[str, int | None] = dict.fromkeys(name for name, _ in model.named_buffers())
-    left_out = []
-    for name, parameter in model.named_parameters():
-        index = group_of_id.pop(id(parameter), None)
-        groups[name] = index if parameter.requires_grad else None
-        if parameter.requires_grad and index is None:
-            left_out.append(name)
+    # By every name: a T5's output layer, tied in an empty model, may not be so in its folder.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[name] = group_of_id.get(id(parameter)) if parameter.requires_grad else None
+    left_out = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in group_of_id
+    ]
     if left_out:
         raise ConfigurationError(
             f"{len(left_out)} trainable parameters are in no group of the optimizer "
             f"({_sample(left_out)}). Give them to the optimizer, or set requires_grad to False."
         )
-    if group_of_id:
+    strangers = group_of_id.keys() - {id(parameter) for parameter in model.parameters()}
+    if strangers:
         raise ConfigurationError(
-            f"The optimizer holds {len(group_of_id)} parameters that are not the model's. Build "
+            f"The optimizer holds {len(strangers)} parameters that are not the model's. Build "
             "it from the parameters of the model given to the same prepare call."
         )
     return groups

@@ -62,9 +62,10 @@ from accelerate_megatron.training.optimizer_settings import (
 )
 from accelerate_megatron.training.schedule_of_run import schedule_of_run
 from accelerate_megatron.training.tracking import check_tensorboard
-from accelerate_megatron.weights.choosing import ChosenWeights, as_tied_in, choose_weights
+from accelerate_megatron.weights.choosing import ChosenWeights, choose_weights
 from accelerate_megatron.weights.exporting import FolderContents
 from accelerate_megatron.weights.placements import placements
+from accelerate_megatron.weights.tying import as_tied_in
 
 logger = get_logger(__name__)
 
@@ -184,7 +185,8 @@ def resolve_model(
     class_names = [cls.__name__ for cls in type(model).__mro__]
     family = family_of(hf_config, architectures=class_names)
     architecture = next(name for name in class_names if name in family.architectures)
-    own = as_tied_in(model, family.shape(named(hf_config, architecture)))
+    own = family.shape(named(hf_config, architecture))
+    own = as_tied_in(model, family, own, weights)
     shape = resolve_shape(own, plugin)
     if shape.position_embedding != own.position_embedding:
         family = _with_forced_positions(family, own)

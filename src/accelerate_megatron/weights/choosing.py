@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate_megatron.errors import UnsupportedError, WeightsError
+from accelerate_megatron.errors import WeightsError
 from accelerate_megatron.log import get_logger, log_once
 from accelerate_megatron.models.family import Family
 from accelerate_megatron.models.parameters import Parameter
@@ -23,7 +23,7 @@ from accelerate_megatron.weights.folder_source import FolderSource
 from accelerate_megatron.weights.initialised import InitialisedSource
 from accelerate_megatron.weights.placements import expected_hf_shapes
 from accelerate_megatron.weights.segments import hf_names
-from accelerate_megatron.weights.source import LiveSource, TensorSource
+from accelerate_megatron.weights.source import LiveSource, TensorSource, is_on_meta
 
 logger = get_logger(__name__)
 
@@ -61,12 +61,12 @@ def choose_weights(
     Raises:
         WeightsError: The source does not fit the model; see `FolderSource` and `check_source`.
     """
-    if weights is None and not _is_on_meta(model):
-        source = LiveSource(model, left_out=family.left_out)
-        return _checked(source, family.parameters(shape), shape)
-    folder = Path(weights) if weights is not None else _folder_of_config(model)
+    folder = folder_of(model, weights)
     if folder is not None:
         return open_folder(folder, family, shape, rank=rank, num_ranks=num_ranks)
+    if not is_on_meta(model):
+        source = LiveSource(model, left_out=family.left_out)
+        return _checked(source, family.parameters(shape), shape)
     table = family.parameters(shape)
     log_once(
         logger,
@@ -93,45 +93,34 @@ def open_folder(
     Raises:
         WeightsError: The folder holds another kind of model, or its tensors do not fit.
     """
-    _check_model_type(folder, family)
-    table = family.disk_table(shape)
-    source = FolderSource(
-        folder,
-        expected=expected_hf_shapes(table, shape).keys(),
-        prefix=family.base_prefix,
-        extras=(*family.disk_extras, *map(re.escape, family.left_out)),
-        tied=_tied_names(family, shape),
-    )
+    source, table = folder_source(folder, family, shape), family.disk_table(shape)
     check_source(source, table, shape)
     source.check_copies(rank=rank, num_ranks=num_ranks)
     return ChosenWeights(source, table)
 
 
-def as_tied_in(model: nn.Module, shape: ModelShape) -> ModelShape:
-    """Return `shape` with a head of its own where the encoder-decoder model in memory has one.
-
-    transformers forces T5's config to say that the output layer is tied, and unties the one of a
-    folder that holds other weights for it.
+def folder_source(folder: Path, family: Family, shape: ModelShape) -> FolderSource:
+    """Return the weights in a folder, by the names that the model has.
 
     Raises:
-        UnsupportedError: Encoder and decoder have word embeddings of their own.
+        WeightsError: The folder holds another kind of model, or cannot be read.
     """
-    if shape.encoder_decoder is None or _is_on_meta(model):
-        return shape
-    hf_model: Any = model
-    embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
-    stacks = (hf_model.encoder, hf_model.decoder)
-    if any(stack.embed_tokens.weight is not embedding.weight for stack in stacks):
-        name = type(hf_model.config).__name__
-        raise UnsupportedError(
-            f"The encoder and decoder of the {type(model).__name__} do not share one word "
-            f"embedding: encoder.embed_tokens or decoder.embed_tokens is another than shared. "
-            f"transformers builds it so where tie_word_embeddings of a {name} is set to False "
-            f"after it was made (it is {hf_model.config.tie_word_embeddings}). Pass it to {name} "
-            "instead, or set model.encoder.embed_tokens = model.decoder.embed_tokens = "
-            "model.shared before the optimizer is made; an output layer of its own stays."
-        )
-    return replace(shape, tied_embeddings=head.weight is embedding.weight)
+    _check_model_type(folder, family)
+    tied = _tied_names(family, shape)
+    return FolderSource(
+        folder,
+        expected=expected_hf_shapes(family.disk_table(shape), shape).keys() | tied.keys(),
+        prefix=family.base_prefix,
+        extras=(*family.disk_extras, *map(re.escape, family.left_out)),
+        tied=tied,
+    )
+
+
+def folder_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder that weights are read from; None: they are in memory, or initialised."""
+    if weights is not None:
+        return Path(weights)
+    return _folder_of_config(model) if is_on_meta(model) else None
 
 
 def _checked(
@@ -139,11 +128,6 @@ def _checked(
 ) -> ChosenWeights:
     check_source(source, table, shape)
     return ChosenWeights(source, table)
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    """Whether no parameter has values; a model with some is refused by `LiveSource`."""
-    return all(parameter.is_meta for parameter in model.parameters())
 
 
 def _folder_of_config(model: nn.Module) -> Path | None:

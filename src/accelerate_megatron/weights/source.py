@@ -104,6 +104,11 @@ class LiveSource:
         return digest.hexdigest()
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether no parameter has values; a model with some is refused by `LiveSource`."""
+    return all(parameter.is_meta for parameter in model.parameters())
+
+
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers of a model that its state dict holds, by name."""
     return {
