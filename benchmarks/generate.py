@@ -21,7 +21,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from accelerate_megatron import Accelerator
 
@@ -31,7 +38,7 @@ BUCKET = 64
 
 @dataclass(frozen=True)
 class Size:
-    """A model: GPT-2, or a Llama with a quarter of the key/value heads."""
+    """A model: GPT-2, a Llama with a quarter of the key/value heads, or a T5 v1.1."""
 
     hidden_size: int
     layers: int
@@ -68,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time generation on both sides in turn.")
     add = parser.add_argument
     add("--size", choices=SIZES, default="small")
-    add("--family", choices=["gpt2", "llama"], default="gpt2")
+    add("--family", choices=["gpt2", "llama", "t5"], default="gpt2")
     add("--batch", type=int, nargs="+", default=[1, 8], help="prompts")
     add("--prompt", type=int, default=16, help="tokens of a prompt")
     add("--length", type=int, default=512, help="tokens in the end")
@@ -82,6 +89,19 @@ def build_model(size: Size, family: str, length: int) -> Any:
     if family == "gpt2":
         sizes = {"n_embd": size.hidden_size, "n_layer": size.layers, "n_head": size.heads}
         return GPT2LMHeadModel(GPT2Config(n_positions=length, **sizes, **shared))
+    if family == "t5":
+        return T5ForConditionalGeneration(
+            T5Config(
+                d_model=size.hidden_size,
+                d_kv=size.hidden_size // size.heads,
+                d_ff=size.hidden_size * 8 // 3,
+                num_layers=size.layers,
+                num_heads=size.heads,
+                feed_forward_proj="gated-gelu",
+                decoder_start_token_id=0,
+                **shared,
+            )
+        )
     config = LlamaConfig(
         hidden_size=size.hidden_size,
         intermediate_size=size.hidden_size * 8 // 3,
@@ -100,7 +120,8 @@ def take_turns(
     """Let the sides continue the same prompts in turn, each going first equally often."""
     vocabulary = SIZES[args.size].vocab_size
     prompts = torch.randint(1, vocabulary, (batch, args.prompt))
-    new = args.length - args.prompt
+    before = 1 if args.family == "t5" else args.prompt  # in a row that is continued
+    new = args.length - before
     for pair in range(-1, args.pairs):
         for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
             clock = Clock()
@@ -118,7 +139,7 @@ def take_turns(
                 "tokens_per_second": batch * len(steps) / sum(steps),
                 "cpu_milliseconds_per_token": 1e3 * cpu / new,
                 "milliseconds_by_length": {
-                    str(args.prompt + start): 1e3 * statistics.median(steps[start : start + BUCKET])
+                    str(before + start): 1e3 * statistics.median(steps[start : start + BUCKET])
                     for start in range(0, len(steps), BUCKET)
                 },
                 "last_tokens": tokens[:, -4:].tolist(),

@@ -58,6 +58,17 @@ def test_tokens_are_those_of_transformers_on_tp2_pp2(family: str) -> None:
     check_family(family, "tp2-pp2")
 
 
+def test_large_weights_give_the_tokens_of_transformers() -> None:
+    sizes = {"n_embd": 256, "n_layer": 2, "vocab_size": 512, "initializer_range": 0.05}
+    recipe = TinyModel("gpt2", changes=sizes)
+    calls = [(prompts(*lengths), GREEDY) for lengths in ((7,), (3, 7))]
+
+    [got] = run_ranks(generated, recipe, {}, calls, num_ranks=1)
+
+    for tokens, (batch, asked) in zip(got, calls, strict=True):
+        assert torch.equal(tokens, reference(recipe, batch, **asked))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "mixtral"])

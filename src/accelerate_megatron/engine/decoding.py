@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from accelerate_megatron.config.run import RunConfig
+from accelerate_megatron.engine.cpu_products import LinearProduct
 from accelerate_megatron.engine.encoder_decoder import EncoderDecoderStage
 from accelerate_megatron.engine.groups import Ranks
 from accelerate_megatron.engine.kv_cache import KeyValueCache, Turn
@@ -64,6 +65,7 @@ class Decoder:
         self.source = members[-(len(members) // ranks.pp_size)]
         self._cache: KeyValueCache | None = None
         self._layers: list[list[LeanLayer] | list[LeanCrossLayer]] = []
+        self._output: LinearProduct | None = None
         self._turns: Turn | None = None
 
     @contextmanager
@@ -87,7 +89,7 @@ class Decoder:
                 self._prepare(capacity, padding)
                 yield
             finally:
-                self._cache, self._layers, self._turns = None, [], None
+                self._cache, self._layers, self._turns, self._output = None, [], None, None
 
     def _prepare(self, capacity: int, padding: torch.Tensor | None) -> None:
         """Make an empty cache, and the layers that fill it."""
@@ -153,7 +155,9 @@ class Decoder:
         """Return [b, vocabulary], from what the last layer gives of the last token, [b, hidden]."""
         if chunk.decoder.final_layernorm is not None:
             hidden = chunk.decoder.final_layernorm(hidden)
-        mine = F.linear(self._scaled(hidden), self._output_weight(chunk))
+        if self._output is None:
+            self._output = LinearProduct(self._output_weight(chunk), None)
+        mine = self._output(self._scaled(hidden))
         whole = mine
         if self._ranks.tp_group.size() > 1:
             whole = gather_from_tensor_model_parallel_region(mine)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
+from accelerate_megatron.engine.cpu_products import LinearProduct
 from accelerate_megatron.engine.kv_cache import KeyValueCache, SelfCache, SourceCache
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -173,28 +174,25 @@ def _experts(mlp: Any, x: torch.Tensor, residual: torch.Tensor, rows: int) -> to
 
 def _column_product(layer: Any) -> Transform:
     """Return what gives this rank's part of a linear layer's outputs, bias included."""
-    weight, bias = layer.weight.detach(), layer.bias
-    return partial(F.linear, weight=weight, bias=None if bias is None else bias.detach())
+    return LinearProduct(layer.weight, layer.bias)
 
 
 class _RowProduct:
     """A linear layer whose inputs are split over the tensor-parallel ranks, and a sum with it."""
 
     def __init__(self, layer: Any) -> None:
-        self._weight = layer.weight.detach()
-        self._transposed = self._weight.t()
-        self._bias = None if layer.bias is None else layer.bias.detach()
         self._group = layer.tp_group if layer.tp_group.size() > 1 else None
+        self._product = LinearProduct(layer.weight, None if self._group else layer.bias)
+        self._bias = None if layer.bias is None else layer.bias.detach()
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual [tokens, hidden] plus the product of all ranks plus the bias."""
         if self._group is None:
-            result = torch.addmm(residual, x, self._transposed)
-        else:
-            product = F.linear(x, self._weight)
-            dist.all_reduce(product, group=self._group)
-            result = product.add_(residual)
-        return result if self._bias is None else result.add_(self._bias)
+            return self._product.plus(x, residual)
+        total = self._product(x)
+        dist.all_reduce(total, group=self._group)
+        total.add_(residual)
+        return total if self._bias is None else total.add_(self._bias)
 
 
 def _norm(norm: torch.nn.Module) -> Transform:
