@@ -128,25 +128,19 @@ class _Rank:
         self.connection.close()
 
     def kill(self, reason: str) -> Outcome:
-        """Show the rank's stacks, end it, and say why."""
-        written = self.log.stat().st_size if self.log.exists() else 0
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
-            self._wait_for_more_than(written)
+        """Let the rank write down its stacks and end, and say why."""
+        os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_SECONDS
+        while self._is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
         self._end(kill=True)
         text = self.tail()
         error = RankTimeoutError(f"rank {self.rank} {reason}\n{text}")
         return Outcome(self.rank, error=error, text=text, ended_at=time.monotonic())
 
-    def _wait_for_more_than(self, written: int) -> None:
-        """Wait until the log has grown and stopped growing; a busy machine takes its time."""
-        deadline = time.monotonic() + STACKS_SECONDS
-        size = written
-        while time.monotonic() < deadline:
-            time.sleep(0.3)
-            before, size = size, self.log.stat().st_size if self.log.exists() else 0
-            if written < before == size:
-                return
+    def _is_alive(self) -> bool:
+        """Return whether the process runs; one that has ended is left to be waited for."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def _end(self, *, kill: bool = False) -> int:
         """Wait for the process, end what it has started, and return its exit status."""
@@ -214,7 +208,8 @@ def _become_rank(rank: int, call: Call, log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Chained to the default, which ends the process: when it is gone, its stacks are all there.
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(call.num_ranks),
