@@ -28,14 +28,14 @@ FAULTS = (
     Fault(
         "vocabulary ranks do not agree on the largest logit",
         "engine/cross_entropy.py",
-        "        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)\n",
+        "    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=group)\n",
         "",
         (f"{VARIANTS}[vocabulary-300]",),
     ),
     Fault(
         "vocabulary ranks do not add up their sums",
         "engine/cross_entropy.py",
-        "        dist.all_reduce(sums, group=tp_group)\n",
+        "    dist.all_reduce(sums, group=group)\n",
         "",
         (f"{VARIANTS}[vocabulary-300]",),
     ),
