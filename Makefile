@@ -22,7 +22,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 RESULTS := benchmarks/results
 
-.PHONY: install train test test-slow test-newest mutants parity lint format docs generated bench results clean
+.PHONY: install train test test-slow test-newest mutants parity lint format docs generated bench bench-generate results clean
 
 install: $(INSTALLED)
 
@@ -60,7 +60,7 @@ HANDFUL :=
 mutants: install
 	$(BIN)/python tools/mutants.py $(if $(HANDFUL),--handful $(HANDFUL))
 
-# What docs/parallelism.md shows, measured again: about half an hour of an otherwise idle machine.
+# What docs/parallelism.md shows, measured again: about ten minutes of an otherwise idle machine.
 parity: install
 	$(TEST_ENV) $(BIN)/python benchmarks/parity.py --output $(RESULTS)/parity.jsonl
 	$(TEST_ENV) $(BIN)/python benchmarks/memory.py --output $(RESULTS)/memory.jsonl
@@ -100,6 +100,15 @@ CASES :=
 bench: install
 	$(BIN)/python benchmarks/train_step.py $(if $(CASES),--cases $(CASES)) > $(RESULTS)/train_step.jsonl
 	$(BIN)/python benchmarks/performance_page.py
+
+# The table of docs/generation.md, measured again: about ten minutes of an otherwise idle machine.
+bench-generate: install
+	for family in gpt2 llama t5; do \
+	    $(BIN)/python benchmarks/generate.py --size small --family $$family; done \
+	    | grep '"summary"' > $(RESULTS)/generate.jsonl
+	$(BIN)/python benchmarks/generate.py --size base --family gpt2 --length 128 \
+	    | grep '"summary"' >> $(RESULTS)/generate.jsonl
+	$(BIN)/python benchmarks/generation_page.py
 
 # Everything that README.md quotes, measured again: about 20 minutes of an otherwise idle machine.
 CURVES := --steps 150

@@ -5,19 +5,25 @@
 Both sides hold the same weights in one process, continue the same prompts greedily with as many
 threads, and take turns. A streamer notes when each token comes. Prints a JSON line for each turn,
 with the median milliseconds per token over each 64 tokens of length, and one per batch size that
-sums up. The CPU time of the process, all threads together, is less moved by other jobs on the
-machine than the time that passes; it includes reading the prompt.
+sums up: benchmarks/results/generate.jsonl holds the latter, and generation_page.py makes the table
+of docs/generation.md of it. The CPU time of the process, all threads together, is less moved by
+other jobs on the machine than the time that passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,21 +60,28 @@ SIZES = {
 
 
 class Clock:
-    """A streamer that notes the time of each token."""
+    """A streamer that notes the time of each token, and the CPU time of all threads."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self._times: list[float] = []
+        self._cpu_times: list[float] = []
 
     def put(self, _tokens: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
+        self._cpu_times.append(time.process_time())
 
     def end(self) -> None:
         pass
 
     @property
     def seconds(self) -> list[float]:
-        """Of each token; the first one's includes reading the prompt."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        """Of each token but the first one, before which the prompt is read."""
+        return [after - before for before, after in itertools.pairwise(self._times)][1:]
+
+    @property
+    def cpu_seconds(self) -> list[float]:
+        """Like `seconds`."""
+        return [after - before for before, after in itertools.pairwise(self._cpu_times)][1:]
 
 
 def parse_args() -> argparse.Namespace:
@@ -125,25 +138,35 @@ def take_turns(
     for pair in range(-1, args.pairs):
         for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
             clock = Clock()
-            started = time.process_time()
             tokens = sides[side](prompts, new, clock)
-            cpu = time.process_time() - started
             if pair < 0:  # warm-up
                 continue
-            steps = clock.seconds[1:]
+            steps = clock.seconds
             yield {
                 "benchmark": "generate",
                 "side": side,
                 "pair": pair,
                 "batch": batch,
                 "tokens_per_second": batch * len(steps) / sum(steps),
-                "cpu_milliseconds_per_token": 1e3 * cpu / new,
-                "milliseconds_by_length": {
-                    str(before + start): 1e3 * statistics.median(steps[start : start + BUCKET])
-                    for start in range(0, len(steps), BUCKET)
-                },
+                "cpu_milliseconds_per_token": 1e3 * statistics.mean(clock.cpu_seconds),
+                "milliseconds_by_length": by_length(steps, before),
+                "cpu_milliseconds_by_length": by_length(clock.cpu_seconds, before),
                 "last_tokens": tokens[:, -4:].tolist(),
             }
+
+
+def by_length(seconds: list[float], before: int) -> dict[str, float]:
+    """Return the median milliseconds of a token, by the tokens before the first of each bucket."""
+    return {
+        str(before + start): 1e3 * statistics.median(seconds[start : start + BUCKET])
+        for start in range(0, len(seconds), BUCKET)
+    }
+
+
+def growth(turns: list[dict[str, Any]], times: str) -> float:
+    """Return how long our tokens of the last bucket take, in terms of those of the first."""
+    ours = [list(turn[times].values()) for turn in turns if turn["side"] == SIDES[0]]
+    return statistics.median(buckets[-1] / buckets[0] for buckets in ours)
 
 
 def summary(turns: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -157,8 +180,6 @@ def summary(turns: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, 
         for side in SIDES
     }
     ours, theirs = (rates[side] for side in SIDES)
-    by_length = [turn["milliseconds_by_length"] for turn in turns if turn["side"] == SIDES[0]]
-    growth = [list(times.values())[-1] / next(iter(times.values())) for times in by_length]
     return {
         "benchmark": "generate",
         "summary": True,
@@ -171,10 +192,20 @@ def summary(turns: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, 
         "tokens_per_second": {side: statistics.median(rates[side]) for side in SIDES},
         "least_cpu_milliseconds_per_token": cpu,
         "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-        "last_to_first_token_time": statistics.median(growth),
+        "last_to_first_token_time": growth(turns, "milliseconds_by_length"),
+        "last_to_first_cpu_time": growth(turns, "cpu_milliseconds_by_length"),
         "same_tokens": len({str(turn["last_tokens"]) for turn in turns}) == 1,
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
     }
+
+
+def machine() -> str:
+    """Return the processor and how many cores of it there are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def main() -> None:

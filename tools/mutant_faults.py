@@ -8,6 +8,9 @@ PARITY = "tests/parity/test_parity.py::test_sgd_training_equals_plain_pytorch"
 ADAMW = "tests/parity/test_parity.py::test_adamw_training_equals_plain_pytorch"
 EXPERTS = "tests/parity/test_experts.py::test_training_with_experts_equals_plain_pytorch"
 CONTEXT = "tests/parity/test_context_parallel.py"
+T5_TOKENS = (
+    "tests/generation/test_encoder_decoder.py::test_tokens_are_those_of_transformers_on_tp2_pp2"
+)
 VARIANTS = "tests/parity/test_variants.py::test_what_a_config_says_is_what_runs"
 
 
@@ -268,6 +271,37 @@ FAULTS = (
         (
             "tests/checkpoint/test_loader_position.py::"
             "test_the_next_batch_is_the_one_that_would_have_come[shuffled-1-1]",
+        ),
+    ),
+    Fault(
+        "a product with a residual sum leaves its bias out",
+        "engine/cpu_products.py",
+        "        return result if self._bias is None else result.add_(self._bias)\n",
+        "        return result\n",
+        ("tests/engine/test_cpu_products.py::test_products_and_sums_are_exact",),
+    ),
+    Fault(
+        "a decoder's relative positions are counted from the wrong end",
+        "engine/kv_cache.py",
+        "self.by_distance.narrow(3, self.capacity - self.last, self.last)",
+        "self.by_distance.narrow(3, 0, self.last)",
+        (T5_TOKENS,),
+    ),
+    Fault(
+        "a decoder sees the padding of what its encoder read",
+        "engine/two_stack_decoding.py",
+        "            cache.source_bias = hiding(self._is_padding, self._dtype)\n",
+        "            pass\n",
+        (T5_TOKENS,),
+    ),
+    Fault(
+        "ranks do not hear that a streamer has failed",
+        "generation/pace.py",
+        "int(not is_done), int(failed)]",
+        "int(not is_done), 0]",
+        (
+            "tests/generation/test_generate.py::"
+            "test_a_streamer_that_fails_on_one_rank_ends_the_call_on_all",
         ),
     ),
 )

@@ -177,54 +177,57 @@ def test_what_one_rank_gets_wrong_is_refused_on_all() -> None:
         assert expected in text
 
 
-class Breaking:
-    """A streamer whose reader goes away."""
+class Reader:
+    """A streamer that counts what it is given, and may go away at one of its tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_put: int | None = None) -> None:
         self.num_puts = 0
+        self._last_put = last_put
 
     def put(self, _tokens: torch.Tensor) -> None:
         self.num_puts += 1
-        if self.num_puts == 4:
+        if self.num_puts == self._last_put:
             raise BrokenPipeError("nobody reads")
 
     def end(self) -> None:
-        raise AssertionError("a streamer that failed is not ended")
+        assert self._last_put is None, "a streamer that failed is not ended"
 
 
-def breaking_streamer(recipe: TinyModel, plugin: dict[str, Any]) -> tuple[str, int]:
-    """Let the last rank's streamer fail; return what this rank raises, and the last one's puts."""
+def broken_streams(recipe: TinyModel, plugin: dict[str, Any]) -> tuple[str, int]:
+    """Let the last rank's streamer fail; return what this rank raises, and its streamer's puts."""
     model = start(recipe, **plugin).model
-    streamer = Breaking()
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    asked = {"max_new_tokens": 40, "eos_token_id": [], "streamer": streamer if is_last else None}
+    reader = Reader(last_put=4 if is_last else None)
+    asked = {"max_new_tokens": 20, "eos_token_id": [], "streamer": reader}
     text = refusal_of(model, prompts(3, 7), asked)
     model.megatron_generate(*prompts(3, 7), max_new_tokens=2)  # and then it works
-    return text, streamer.num_puts if is_last else 4
+    return text, reader.num_puts
 
 
-def test_a_streamer_that_fails_on_one_rank_ends_the_call_on_all_replicas() -> None:
-    results = run_ranks(breaking_streamer, TWO_LAYERS, {"tp_degree": 2}, num_ranks=4)
+def test_a_streamer_that_fails_on_one_rank_ends_the_call_on_all() -> None:
+    results = run_ranks(broken_streams, TWO_LAYERS, {"tp_degree": 2}, num_ranks=4)
 
-    assert set(results) == {("rank 3: BrokenPipeError: nobody reads", 4)}
+    told = "rank 3: BrokenPipeError: nobody reads"
+    assert results == [(told, 21), (told, 21), (told, 4), (told, 4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "plugin"),
+    ("recipe", "plugin", "puts_of_the_other"),
     [
-        (TWO_LAYERS, {"pp_degree": 2}),
-        (TWO_LAYERS, {}),
-        (TinyModel("mixtral"), {"expert_model_parallel_size": 2}),
+        (TWO_LAYERS, {"pp_degree": 2}, 4),
+        (TWO_LAYERS, {}, 21),
+        (TinyModel("mixtral"), {"expert_model_parallel_size": 2}, 4),
     ],
     ids=["pp2", "dp2", "ep2"],
 )
 def test_a_streamer_that_fails_ends_the_call_on_other_layouts(
-    recipe: TinyModel, plugin: dict[str, Any]
+    recipe: TinyModel, plugin: dict[str, Any], puts_of_the_other: int
 ) -> None:
-    results = run_ranks(breaking_streamer, recipe, plugin, num_ranks=2)
+    results = run_ranks(broken_streams, recipe, plugin, num_ranks=2)
 
-    assert set(results) == {("rank 1: BrokenPipeError: nobody reads", 4)}
+    told = "rank 1: BrokenPipeError: nobody reads"
+    assert results == [(told, puts_of_the_other), (told, 4)]
 
 
 def products_of_each_token(recipe: TinyModel, batch_size: int) -> list[int]:
