@@ -51,6 +51,13 @@ def inputs_of(heads: int, groups: int, length: int = 6) -> tuple[torch.Tensor, .
     )
 
 
+def check_gradients(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Compare gradients: each element is a sum of terms that may be far larger than itself."""
+    for ours, theirs in zip(found, wanted, strict=True):
+        largest = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-6 * largest)
+
+
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
 
 
@@ -81,8 +88,7 @@ def test_it_is_the_softmax_written_out(
     wanted, wanted_gradients = written_out(inputs, CAUSAL if mask is None else mask, scale)
     assert context.shape == (6, 2, 4 * 16)
     torch.testing.assert_close(context, wanted, rtol=1e-5, atol=1e-6)
-    for found, expected in zip(gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    check_gradients(gradients, wanted_gradients)
     assert math.isfinite(sum(gradient.sum().item() for gradient in gradients))
 
 
@@ -104,5 +110,4 @@ def test_values_of_another_width_than_the_keys_keep_no_scores(
     wanted, wanted_gradients = written_out(inputs, causal, key_channels**-0.5)
     assert largest <= length * 4 * max(widths)  # the scores are [1, 4, length, length]
     torch.testing.assert_close(context, wanted, rtol=1e-5, atol=1e-6)
-    for found, expected in zip(gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    check_gradients(gradients, wanted_gradients)

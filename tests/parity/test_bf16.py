@@ -26,16 +26,18 @@ ADAMW = TinyOptimizer("adamw", {"lr": 1e-3, "weight_decay": 0.1})
 SGD = TinyOptimizer("sgd", {"lr": 0.1, "momentum": 0.9})
 
 # Five roundings in a row, in units of bf16's relative step 2^-8, over a loss of about 5 that
-# is a mean over some hundred tokens: 5 * 5 * 2^-8 / sqrt(100).
-LOSS = 1e-2
+# is a mean over some hundred tokens: 5 * 5 * 2^-8 / sqrt(100). That is the first one's; the later
+# ones are of weights that have gone their own way, further on some CPUs (seen: 6e-3) than on others.
+FIRST_LOSS = 1e-2
+LATER_LOSSES = 3e-2
 # Relative; the norm adds up the squares of all gradients, whose errors are independent.
 GRAD_NORM = 2e-2
 # Of what the weights moved in all updates together. They come back in bf16: where the fp32 copies
 # of the two sides lie on either side of a rounding boundary, a weight is off by a whole step,
 # 2^-8 of itself, which is a third of what it moved; a gradient 2% off does that to one in
-# twenty weights. AdamW gives every weight a step of about its rate whatever the gradient's size,
-# so where that is near zero, noise decides the sign.
-MOVED = {"sgd": 0.1, "adamw": 0.25}
+# twenty weights: sqrt(1/20) / 3, of which this is twice. AdamW gives every weight a step of about
+# its rate whatever the gradient's size, so where that is near zero, noise decides the sign.
+MOVED = {"sgd": 0.15, "adamw": 0.25}
 
 LAYOUTS = [
     pytest.param(LayoutCase(1), id="1"),
@@ -80,7 +82,8 @@ def test_bf16_training_is_plain_pytorchs_up_to_rounding(
     )
     assert len({tuple(rank.losses) for rank in ranks}) == 1
     losses, norms = torch.tensor(ranks[0].losses), torch.tensor(ranks[0].grad_norms)
-    torch.testing.assert_close(losses, torch.tensor(oracle.losses), rtol=0, atol=LOSS)
+    assert abs(losses[0] - oracle.losses[0]) <= FIRST_LOSS
+    torch.testing.assert_close(losses, torch.tensor(oracle.losses), rtol=0, atol=LATER_LOSSES)
     torch.testing.assert_close(norms, torch.tensor(oracle.grad_norms), rtol=GRAD_NORM, atol=0)
     check_moves(model, ranks[-1].weights, oracle.weights, MOVED[optimizer.name])
 
