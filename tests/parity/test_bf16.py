@@ -27,7 +27,7 @@ SGD = TinyOptimizer("sgd", {"lr": 0.1, "momentum": 0.9})
 
 # Five roundings in a row, in units of bf16's relative step 2^-8, over a loss of about 5 that
 # is a mean over some hundred tokens: 5 * 5 * 2^-8 / sqrt(100). That is the first one's; the later
-# ones are of weights that have gone their own way, further on some CPUs (seen: 6e-3) than on others.
+# ones are of weights that have gone their own way, on some CPUs further (6e-3) than on others.
 FIRST_LOSS = 1e-2
 LATER_LOSSES = 3e-2
 # Relative; the norm adds up the squares of all gradients, whose errors are independent.
