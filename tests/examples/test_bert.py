@@ -12,7 +12,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [sys.executable, "-m", "accelerate_megatron", "launch", "--cpu", "--threads=1"]
-TINY = ["--hidden_size=32", "--layers=2", "--vocab_size=512", "--seq_length=32", "--eval_rows=32"]
+# Half of the updates.
+SMALL = ["--steps=800", "--eval_rows=128"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -39,29 +40,26 @@ def run(name: str, words: list[str], output: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pretrained(runs: Path) -> dict[str, Any]:
-    return run("pretrain_bert.py", ["--pp_degree=2", "--steps=40", *TINY], runs / "pretrain")
+    return run("pretrain_bert.py", ["--pp_degree=2", *SMALL], runs / "pretrain")
 
 
-def test_pretraining_learns_and_transformers_reads_it_back(
+def test_pretraining_beats_how_often_tokens_occur_and_transformers_reads_it_back(
     pretrained: dict[str, Any], runs: Path
 ) -> None:
     assert pretrained["pp"] == 2
-    assert pretrained["loss_after"] < pretrained["loss_before"] - 0.3
+    assert 5 < pretrained["loss_unigram"] < 6
+    assert pretrained["loss_after"] < pretrained["loss_unigram"] - 0.1
     assert abs(pretrained["loss_read_back"] - pretrained["loss_after"]) < 0.01
-    assert 3 < pretrained["loss_unigram"] < 7
     assert (runs / "pretrain" / "loss.svg").read_text().startswith("<svg")
 
 
-def test_the_classifier_starts_from_what_was_pretrained(
+def test_the_classifier_starts_from_what_was_pretrained_and_beats_the_largest_part(
     pretrained: dict[str, Any], runs: Path
 ) -> None:
-    words = ["--tp_degree=2", f"--encoder={runs / 'pretrain' / 'model'}", "--steps=10"]
-    summary = run(
-        "finetune_classifier.py",
-        [*words, "--seq_length=32", "--eval_rows=64"],
-        runs / "classifier",
-    )
+    words = ["--tp_degree=2", f"--encoder={runs / 'pretrain' / 'model'}", "--steps=500"]
+    summary = run("finetune_classifier.py", words, runs / "classifier")
 
     assert summary["tp"] == 2
     assert abs(summary["loss_read_back"] - summary["loss_after"]) < 1e-3
-    assert 0 < summary["accuracy_majority"] < 0.6
+    assert 0.12 < summary["accuracy_majority"] < 0.14
+    assert summary["accuracy"] > summary["accuracy_majority"] + 0.08
