@@ -24,13 +24,16 @@ from tests.parity.test_parity import check_losses_and_norms, check_weights
 from tests.parity.training import GLOBAL_BATCH_ROWS, LayoutCase, RankResult, train
 
 SGD = TinyOptimizer("sgd", {"lr": 0.02, "momentum": 0.9})
-# The queries of a T5 start small, since scores are not scaled: with an eps of 1e-8, AdamW moves them
-# by the noise of small gradients, on some CPUs by half of the weights' tolerance.
+# The queries of a T5 start small, as scores are not scaled: with an eps of 1e-8, AdamW moves them
+# by the noise of small gradients, on some CPUs by half of the weights' tolerance. And behind a ReLU
+# there is a gradient or none where one CPU rounds to just above 0 and another to 0, of which AdamW
+# makes whole steps: it trains the models with smooth activations.
 ADAMW = TinyOptimizer("adamw", {"lr": 3e-4, "weight_decay": 0.1, "eps": 1e-6})
 # Four full batches of 8 and a last one of 5; encoder up to 32 and decoder up to 16 tokens.
 SAMPLES = translation_samples(4 * GLOBAL_BATCH_ROWS + 5)
 
 T5 = TinyModel("t5")
+T5_SMOOTH = TinyModel("t5", changes={"feed_forward_proj": "gelu"})
 # Stacks of different depths, a gated MLP, a head of its own, and a vocabulary that tp does not cut.
 T5_V1_1 = TinyModel(
     "t5",
@@ -64,27 +67,32 @@ EVEN = {
     "dp2-dist-opt": LayoutCase(2, DIST),
 }
 CASES = [
-    pytest.param(LayoutCase(1), T5, ADAMW, id="1-t5"),
-    pytest.param(split(2, 1, tp_degree=2, sequence_parallelism=True), T5, ADAMW, id="tp2-pp2-sp"),
+    pytest.param(LayoutCase(1), T5_SMOOTH, ADAMW, id="1-smooth"),
+    pytest.param(
+        split(2, 1, tp_degree=2, sequence_parallelism=True), T5_SMOOTH, ADAMW, id="tp2-pp2-sp"
+    ),
     # The last stage shares one parameter with the first, and another with the one before it.
     pytest.param(split(4, 1), T5, SGD, id="pp4-split1-t5"),
     *[
         pytest.param(layout, model, optimizer, id=f"{name}-{model_name}", marks=SLOW)
         for model_name, model, optimizer in (
-            ("t5", T5, ADAMW),
+            ("t5", T5, SGD),
             ("v1.1", T5_V1_1, SGD),
             ("mt5", MT5, ADAMW),
         )
         for name, layout in EVEN.items()
-        if (name, model_name) != ("1", "t5")
     ],
-    pytest.param(split(4, 1), T5, ADAMW, id="pp4-split1-adamw", marks=SLOW),
-    pytest.param(split(4, 3), T5, ADAMW, id="pp4-split3", marks=SLOW),
+    pytest.param(split(4, 1), T5_SMOOTH, ADAMW, id="pp4-split1-adamw", marks=SLOW),
+    pytest.param(split(4, 3), T5_SMOOTH, ADAMW, id="pp4-split3", marks=SLOW),
     pytest.param(split(4, 1), T5_DEEP_V1_1, ADAMW, id="pp4-split1-v1.1", marks=SLOW),
     pytest.param(split(4, 2), T5_V1_1, ADAMW, id="pp4-split2-v1.1-adamw", marks=SLOW),
     pytest.param(split(4, 3), T5_DEEP_V1_1, ADAMW, id="pp4-split3-v1.1", marks=SLOW),
     pytest.param(
-        LayoutCase(4, {**split(2, 1).plugin, **DIST}), T5, ADAMW, id="pp2-dp2-dist-opt", marks=SLOW
+        LayoutCase(4, {**split(2, 1).plugin, **DIST}),
+        T5_SMOOTH,
+        ADAMW,
+        id="pp2-dp2-dist-opt",
+        marks=SLOW,
     ),
     pytest.param(split(2, 1, **FULL), T5, SGD, id="pp2-full-recompute", marks=SLOW),
     pytest.param(LayoutCase(1, BLOCK), T5, SGD, id="1-block-recompute", marks=SLOW),
