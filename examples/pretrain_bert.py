@@ -79,7 +79,7 @@ class MaskedOnce(Dataset[dict[str, torch.Tensor]]):
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Pretrain a BERT on the library's source.")
     add = parser.add_argument
-    add("--steps", type=int, default=1500, help="updates")
+    add("--steps", type=int, default=1200, help="updates")
     add("--global_batch_size", type=int, default=64, help="fragments of one update")
     add("--num_micro_batches", type=int, default=1, help="micro-batches they are cut into")
     add("--lr", type=float, default=1e-2, help="highest learning rate")

@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [sys.executable, "-m", "accelerate_megatron", "launch", "--cpu", "--threads=1"]
-# Half of the updates.
+# Two thirds of the updates.
 SMALL = ["--steps=800", "--eval_rows=128"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
