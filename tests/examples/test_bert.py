@@ -61,5 +61,6 @@ def test_the_classifier_starts_from_what_was_pretrained_and_beats_the_largest_pa
 
     assert summary["tp"] == 2
     assert abs(summary["loss_read_back"] - summary["loss_after"]) < 1e-3
-    assert 0.12 < summary["accuracy_majority"] < 0.14
+    # As many of each part; which parts there are depends on how Python was packaged.
+    assert summary["accuracy_majority"] == pytest.approx(1 / summary["parts"], abs=0.01)
     assert summary["accuracy"] > summary["accuracy_majority"] + 0.08
