@@ -81,6 +81,13 @@ class DataFileError(ValueError):
     """
 
 
+class BuildStoppedError(RuntimeError):
+    """A process of `data build` was ended from outside. What it had finished is kept.
+
+    Cure: repeat the command, which goes on; with fewer `--workers` where memory was short.
+    """
+
+
 class TrainingLoopError(RuntimeError):
     """A call the training loop makes that would have no effect, or another one than it says.
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from accelerate_megatron.cli.main import main
-from accelerate_megatron.errors import ConfigurationError, DataFileError
+from accelerate_megatron.errors import BuildStoppedError, ConfigurationError, DataFileError
 from accelerate_megatron.indexed import building, documents
 from accelerate_megatron.indexed.building import BuildPlan, build
 from accelerate_megatron.indexed.index import read_index
@@ -192,6 +198,57 @@ def test_a_build_that_was_stopped_goes_on_and_gives_the_same_files(
         "out_text_document.bin",
         "out_text_document.idx",
     ]
+
+
+def test_a_process_that_is_killed_ends_the_build_and_the_next_one_goes_on(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", TEXTS * 40)
+    cut = lambda inputs, split=None: documents.find_parts(inputs, part_bytes=500)  # noqa: E731
+    monkeypatch.setattr(building, "find_parts", cut)
+    wanted = plan(tokenizer, tmp_path, source, workers=2)
+
+    def kill_one() -> None:
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.01)
+        children[0].kill()
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(BuildStoppedError, match=r"stays in .*out\.parts: repeat the command"):
+        build(wanted)
+    killer.join()
+
+    build(replace(wanted, workers=1))
+    assert read_back(wanted.prefix_of("text")) == IDS * 40
+
+
+def test_a_second_build_of_the_same_files_at_the_same_time_is_refused(
+    tokenizer: str, tmp_path: Path
+) -> None:
+    wanted = plan(tokenizer, tmp_path, write_jsonl(tmp_path / "in.jsonl"))
+    parts = tmp_path / "out.parts"
+    parts.mkdir()
+    holding = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holding, parts / "lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigurationError, match="Another build is writing to"):
+            build(wanted)
+        assert other.stdin is not None
+        other.stdin.close()
+
+    build(wanted)
+    assert read_back(wanted.prefix_of("text")) == IDS
 
 
 def test_parts_of_another_build_are_not_taken(

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from accelerate_megatron.errors import ConfigurationError, DataFileError
+from accelerate_megatron.errors import BuildStoppedError, ConfigurationError, DataFileError
+
+_REFUSALS = (BuildStoppedError, ConfigurationError, DataFileError, ImportError, OSError)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         facts, lines = args.action(args)
-    except (ConfigurationError, DataFileError, ImportError, OSError) as error:
+    except _REFUSALS as error:
         if args.json:
             print(json.dumps({"good": False, "problems": [str(error)]}, indent=2))
         else:

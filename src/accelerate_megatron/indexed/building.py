@@ -7,6 +7,7 @@ not there. When all are there they are joined in order, the .bin file is put in 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -14,6 +15,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from accelerate_megatron.errors import ConfigurationError, DataFileError
+from accelerate_megatron.errors import BuildStoppedError, ConfigurationError, DataFileError
 from accelerate_megatron.indexed.documents import Document, Part, find_parts, read_documents
 from accelerate_megatron.indexed.index import BIN, IDX, with_suffix, write_index
 from accelerate_megatron.indexed.tokenizing import Encoder, Ids, TokenizerPlan
 
 _STATE = "build.json"
+_LOCK = "lock"
 _AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 20
 
@@ -74,8 +79,10 @@ def build(
         on_part: Called with each part that is finished, also earlier.
 
     Raises:
-        ConfigurationError: The output is there already, or another build left parts there.
+        ConfigurationError: The output is there already, or another build left parts there, or is
+            about to.
         DataFileError: A document is broken, or there is none.
+        BuildStoppedError: One of the processes was killed.
     """
     start = time.perf_counter()
     _check_output(plan, overwrite)
@@ -83,17 +90,19 @@ def build(
     if not parts:
         raise DataFileError(f"{', '.join(plan.inputs)}: there is no document in it.")
     folder = with_suffix(plan.output, ".parts")
-    _claim(folder, plan, parts)
-    missing = [n for n in range(len(parts)) if not _finished(folder, n).exists()]
-    found = len(parts) - len(missing)
-    for number in sorted(set(range(len(parts))) - set(missing)):
-        if on_part is not None:
-            on_part(parts[number])
-    for number in _encode_parts(plan, parts, missing, folder):
-        if on_part is not None:
-            on_part(parts[number])
-    report = _join(plan, folder, len(parts))
-    shutil.rmtree(folder)
+    folder.mkdir(exist_ok=True)
+    with _alone_in(folder):
+        _claim(folder, plan, parts)
+        missing = [n for n in range(len(parts)) if not _finished(folder, n).exists()]
+        found = len(parts) - len(missing)
+        for number in sorted(set(range(len(parts))) - set(missing)):
+            if on_part is not None:
+                on_part(parts[number])
+        for number in _encode_parts(plan, parts, missing, folder):
+            if on_part is not None:
+                on_part(parts[number])
+        report = _join(plan, folder, len(parts))
+        shutil.rmtree(folder)
     return BuildReport(**report, seconds=time.perf_counter() - start, parts_found=found)
 
 
@@ -115,6 +124,23 @@ def _check_output(plan: BuildPlan, overwrite: bool) -> None:
             )
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder of parts inside the block. The lock is the kernel's: it ends with us."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"Another build is writing to {folder} at this moment. Wait for it, or choose "
+                "another --output-prefix."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _claim(folder: Path, plan: BuildPlan, parts: Sequence[Part]) -> None:
     """Make the folder of parts this build's, or go on in the one of a build that was the same."""
     settings = asdict(plan) | {"workers": None}
@@ -128,7 +154,6 @@ def _claim(folder: Path, plan: BuildPlan, parts: Sequence[Part]) -> None:
     text = json.dumps(settings, sort_keys=True)
     state = folder / _STATE
     if not state.exists():
-        folder.mkdir(exist_ok=True)
         _write_whole(state, text.encode())
     elif state.read_text(encoding="utf-8") != text:
         raise ConfigurationError(
@@ -146,10 +171,24 @@ def _encode_parts(
         _start_worker(plan, str(folder))
         yield from map(_encode_part, jobs)
         return
-    # Not forked: this process has loaded transformers, and perhaps torch with its threads.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(plan.workers, len(jobs)), _start_worker, (plan, str(folder))) as pool:
-        yield from pool.imap_unordered(_encode_part, jobs)
+    executor = ProcessPoolExecutor(
+        min(plan.workers, len(jobs)),
+        # Not forked: this process has loaded transformers, and perhaps torch with its threads.
+        multiprocessing.get_context("spawn"),
+        _start_worker,
+        (plan, str(folder)),
+    )
+    try:
+        for done in as_completed([executor.submit(_encode_part, job) for job in jobs]):
+            yield done.result()
+    except BrokenProcessPool:
+        raise BuildStoppedError(
+            f"One of the {plan.workers} processes that encode was ended from outside, such as for "
+            f"want of memory. What is finished stays in {folder}: repeat the command to go on, "
+            "with fewer --workers if memory is short."
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 class _Worker:
