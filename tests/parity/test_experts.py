@@ -236,6 +236,10 @@ FAMILIES = [
         recipe("qwen2_moe", decoder_sparse_step=2, tied=True), id="qwen2-moe-step-2", marks=SLOW
     ),
 ]
+OTHER_VOCABULARY = [
+    pytest.param(recipe(family, vocab_size=101), id=f"{family}-vocab-101")
+    for family in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+]
 FAMILY_LAYOUTS = [
     pytest.param(1, {}, id="1", marks=SLOW),
     pytest.param(4, {**TP2, **EP2}, id="tp2-sp-dp2-ep2"),
@@ -259,11 +263,11 @@ def test_every_family_with_experts_equals_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "plugin"), MORE_FAMILY_LAYOUTS)
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", [*FAMILIES, *OTHER_VOCABULARY])
 def test_every_family_with_experts_equals_transformers_on_more_layouts(
-    family: str, num_ranks: int, plugin: dict[str, Any]
+    model: TinyModel, num_ranks: int, plugin: dict[str, Any]
 ) -> None:
-    check_family(recipe(family, vocab_size=101), num_ranks, plugin)
+    check_family(model, num_ranks, plugin)
 
 
 def original(model: TinyModel, dtype: torch.dtype, folder: Path) -> None:

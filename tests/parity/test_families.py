@@ -38,11 +38,6 @@ MODELS = [
     ),
     pytest.param(recipe("llama", attention_bias=True), id="llama-attention-bias"),
 ]
-FIRST_FAMILIES = [
-    pytest.param(recipe("llama", tied=True, head_dim=24), id="llama-tied-head-24"),
-    pytest.param(recipe("gpt2", tied=True), id="gpt2-tied"),
-    pytest.param(recipe("gpt2", vocab_size=101), id="gpt2-untied-vocab-101"),
-]
 VARIANTS = [
     pytest.param(recipe("mistral", sliding_window=None, head_dim=24), id="mistral-head-24"),
     pytest.param(recipe("mistral", sliding_window=24, tied=True), id="mistral-window-24-tied"),
@@ -69,7 +64,9 @@ VARIANTS = [
     ),
     pytest.param(recipe("llama", mlp_bias=True), id="llama-mlp-bias"),
     pytest.param(recipe("llama", num_key_value_heads=1), id="llama-one-kv-head"),
-    *FIRST_FAMILIES,
+    pytest.param(recipe("llama", tied=True, head_dim=24), id="llama-tied-head-24"),
+    pytest.param(recipe("gpt2", tied=True), id="gpt2-tied"),
+    pytest.param(recipe("gpt2", vocab_size=101), id="gpt2-untied-vocab-101"),
 ]
 LAYOUTS = [
     pytest.param(1, {}, id="1", marks=pytest.mark.slow),
@@ -127,12 +124,9 @@ def test_every_family_equals_transformers_on_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "plugin"), LAYOUTS)
 @pytest.mark.parametrize("model", VARIANTS)
-def test_every_variant_equals_transformers_on_shared_key_value_heads(model: TinyModel) -> None:
-    check(model, 4, {"tp_degree": 4})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", FIRST_FAMILIES)
-def test_the_first_families_equal_transformers_on_all_axes(model: TinyModel) -> None:
-    check(model, 8, {"tp_degree": 4, "pp_degree": 2})
+def test_every_variant_equals_transformers_on_every_layout(
+    model: TinyModel, num_ranks: int, plugin: dict[str, Any]
+) -> None:
+    check(model, num_ranks, plugin)
