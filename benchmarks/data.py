@@ -10,12 +10,14 @@ of processes. Times are of whole processes, imports included. Prints one JSON ob
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -54,8 +56,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         tokens = json.loads(printed)["tokens"]["text"]
         report = {"benchmark": "data_build", "who": "accelerate-megatron", "repeat": repeat}
         show(report, seconds=took, tokens_per_second=tokens / took)
-        if repeat == 0:  # later the system counts the other tool's processes too
-            show({"benchmark": "data_build_memory"}, largest_process_mb=peak)
+        show({"benchmark": "data_build_memory", "repeat": repeat}, largest_process_mb=peak)
         if args.megatron is None:
             continue
         theirs = folder / f"theirs{repeat}"
@@ -120,12 +121,35 @@ def run(command: list[str], *, path: str = "", cwd: Path | None = None) -> tuple
     paths = [path, os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": ":".join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     start = time.perf_counter()
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
-    took = time.perf_counter() - start
-    if done.returncode:
-        sys.exit(f"{command} failed:\n{done.stderr[-2000:]}")
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return took, peak, done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=env, cwd=cwd, text=True, **pipes) as process:
+        peak = [0.0]
+        watcher = threading.Thread(target=watch, args=(process, peak))
+        watcher.start()
+        printed, errors = process.communicate()
+        took = time.perf_counter() - start
+        watcher.join()
+    if process.returncode:
+        sys.exit(f"{command} failed:\n{errors[-2000:]}")
+    return took, peak[0], printed
+
+
+def watch(process: subprocess.Popen[str], peak: list[float]) -> None:
+    """Keep the largest resident memory of a process and its children, in MB, until it ends.
+
+    Not from getrusage: of a new process that counts the one it was forked from.
+    """
+    while process.returncode is None:
+        pids = [str(process.pid)]
+        for file in Path(f"/proc/{process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # gone in between
+                pids += file.read_text().split()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                for found in re.findall(r"VmHWM:\s+(\d+) kB", status):
+                    peak[0] = max(peak[0], int(found) / 1024)
+        time.sleep(0.05)
 
 
 def same_bytes(one: str, other: str) -> bool:
