@@ -7,7 +7,8 @@ writing take turns, each file is waited for (fsync); the fastest of the rounds c
 includes the checksums of all files. What was read before may be in the system's memory.
 
 Then the same with `async_save`: how long `save_state` holds the script up, beside a synchronous
-save, and until the files are there. The first such save makes its buffers, and is shown apart.
+save, and until the files are there. Each save comes after some updates, as in a training; the first
+one, whose memory is made while they run, is shown apart.
 """
 
 from __future__ import annotations
@@ -31,14 +32,21 @@ from accelerate_megatron import Accelerator, MegatronLMPlugin
 BYTES_PER_PARAMETER = 12
 HIDDEN = 768
 VOCABULARY = 16384
+POSITIONS = 64
 MOST_RATIO = 1.5
 """What a save may take, in plain writing of the same bytes."""
+UPDATES_BETWEEN = 20
+"""Before each save in the background."""
 MOST_HELD_UP = 0.2
 """How long a save in the background may hold the script up, in synchronous saves."""
 
 
-def build(gigabytes: float, **arguments: object) -> Accelerator:
-    """Prepare a model whose state has about that size, with Megatron's `arguments`."""
+def build(gigabytes: float, **arguments: object) -> tuple[Accelerator, Any]:
+    """Prepare a model whose state has about that size, with Megatron's `arguments`.
+
+    Returns:
+        The accelerator, and the prepared model.
+    """
     per_layer = 12 * HIDDEN * HIDDEN
     fixed = VOCABULARY * HIDDEN
     layers = max(1, round((gigabytes * 1e9 / BYTES_PER_PARAMETER - fixed) / per_layer))
@@ -51,13 +59,13 @@ def build(gigabytes: float, **arguments: object) -> Accelerator:
             n_embd=HIDDEN,
             n_head=12,
             vocab_size=VOCABULARY,
-            n_positions=64,
+            n_positions=POSITIONS,
             bos_token_id=0,
             eos_token_id=0,
         )
     )
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return accelerator
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return accelerator, prepared
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -94,29 +102,33 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        accelerator = build(args.gigabytes)
+        accelerator, _ = build(args.gigabytes)
         found = measure(accelerator, folder, args.rounds)
         accelerator.free_memory()
-        accelerator = build(args.gigabytes, async_save=True)
-        found |= measure_background(accelerator, folder, args.rounds, found["save"])
+        accelerator, model = build(args.gigabytes, async_save=True)
+        found |= measure_background(accelerator, model, folder, args.rounds, found["save"])
         print(json.dumps(found, indent=2))
     finally:
         shutil.rmtree(folder)
 
 
 def measure_background(
-    accelerator: Accelerator, folder: Path, rounds: int, save: float
+    accelerator: Accelerator, model: Any, folder: Path, rounds: int, save: float
 ) -> dict[str, Any]:
     """Return how long saves in the background hold the script up.
 
     Args:
         accelerator: With `async_save`.
+        model: Prepared by it.
         folder: To write to.
         rounds: How many saves, after the first.
         save: Seconds of a synchronous save.
     """
     held_up, written = [], []
+    tokens = torch.zeros((1, POSITIONS), dtype=torch.long)
     for _ in range(rounds + 1):
+        for _ in range(UPDATES_BETWEEN):
+            model(input_ids=tokens, labels=tokens)
         begun = time.perf_counter()
         accelerator.save_state(str(folder / "background"))
         held_up.append(time.perf_counter() - begun)
@@ -129,8 +141,9 @@ def measure_background(
         "and by the first one": round(first, 2),
         "seconds until it was written": [round(value, 2) for value in written[1:]],
         "held up / save": round(best / save, 2),
+        "first held up / save": round(first / save, 2),
         "at most held up": MOST_HELD_UP,
-        "good in the background": best <= MOST_HELD_UP * save,
+        "good in the background": max(best, first) <= MOST_HELD_UP * save,
     }
 
 

@@ -349,7 +349,7 @@ class Accelerator(Checkpoints, Guards, BetweenRanks, HandsOutModel, _Upstream): 
         Args:
             *objects: Variables of the script; returned as None, for it to drop them too.
         """
-        self.wait_for_save()
+        self._forget_saves()
         self._close_log()
         self._assembly = None
         released: list[Any] = super().free_memory(*objects)

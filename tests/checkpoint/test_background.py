@@ -7,12 +7,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from accelerate_megatron import Accelerator
+from accelerate_megatron import Accelerator, engine
 from accelerate_megatron.checkpoint import files, saving
+from accelerate_megatron.checkpoint.staging import Staging
 from accelerate_megatron.errors import CheckpointError
 from tests.checkpoint.test_resume import DIST, GPT2, check_equal
 from tests.checkpoint.training import Run, make, train
@@ -115,6 +118,55 @@ def test_an_error_is_raised_in_the_next_update_on_every_rank_and_training_goes_o
     assert ranks[0]["updates"] == 5
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == [".lock", "checkpoint_0", "checkpoint_1", "latest"]
+
+
+def _memory_of_saves(run: Run, folder: str) -> dict[str, Any]:
+    """Save twice; return which buffers there were before the first, and after each."""
+    accelerator, *_ = make(run)
+    staging = accelerator._background_save.staging
+
+    def addresses() -> dict[Any, int]:
+        return {key: buffer.data_ptr() for key, buffer in staging._buffers.items()}
+
+    staging._join()
+    seen: dict[str, Any] = {"made": addresses()}
+    for name in ("first", "second"):
+        accelerator.save_state(folder)
+        accelerator.wait_for_save()
+        seen[name] = addresses()
+    accelerator.free_memory()
+    seen["left"] = len(accelerator._background_save.staging._buffers)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [LayoutCase(2), LayoutCase(2, DIST)], ids=["plain", "dist"])
+def test_the_memory_of_saves_is_made_before_the_first_and_kept_until_the_model_is_dropped(
+    tmp_path: Path, layout: LayoutCase
+) -> None:
+    run = Run(layout, GPT2, plugin=ASYNC)
+
+    first_rank, second_rank = run_ranks(_memory_of_saves, run, str(tmp_path / "one"), num_ranks=2)
+
+    assert first_rank["made"], "the first data-parallel rank writes"
+    assert not second_rank["made"], "the other one has nothing to write"
+    for seen in (first_rank, second_rank):
+        assert seen["made"] == seen["first"] == seen["second"]
+        assert seen["left"] == 0
+    has_states = any(name.startswith("optimizer.") for name, _ in first_rank["made"])
+    assert has_states == (layout.plugin.get("use_distributed_optimizer") is None)
+
+
+def test_memory_that_is_being_made_does_not_keep_a_process_from_ending() -> None:
+    staging = Staging()
+    large = torch.empty(1 << 24)
+    pieces = engine.TensorPieces(
+        {str(index): [SimpleNamespace(data=large)] for index in range(100)}  # type: ignore[list-item]
+    )
+
+    staging.reserve(pieces)
+    staging.stop()
+
+    assert len(staging._buffers) < 100
 
 
 def _save_at_once(run: Run) -> list[str]:

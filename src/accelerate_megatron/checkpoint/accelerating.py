@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from accelerate_megatron.checkpoint.background import BackgroundSave
+from accelerate_megatron.checkpoint.capture import lasting_pieces_of
 from accelerate_megatron.checkpoint.loading import load_state
 from accelerate_megatron.checkpoint.saving import save_state
 from accelerate_megatron.errors import UnsupportedError
@@ -31,6 +32,15 @@ class Checkpoints:
         """Let a session take over, before each update, what was saved in the background."""
         self._background_save = BackgroundSave(session.device)
         session.before_update = self._background_save.before_update
+        if session.run.async_save:
+            has_optimizer = not self.state.megatron_lm_plugin.no_save_optim  # type: ignore[attr-defined]
+            self._background_save.reserve(lasting_pieces_of(session, has_optimizer=has_optimizer))
+
+    def _forget_saves(self) -> None:
+        """Wait for a save in the background, and let go of what it needed. Every rank calls it."""
+        self.wait_for_save()
+        if getattr(self, "_background_save", None) is not None:
+            self._background_save.close()
 
     def wait_for_save(self) -> None:
         """Return when a save in the background is complete; does nothing without one.

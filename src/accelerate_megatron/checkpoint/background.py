@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from accelerate_megatron.checkpoint.capture import Staging
+from accelerate_megatron import engine
+from accelerate_megatron.checkpoint.staging import Staging
 from accelerate_megatron.checkpoint.together import on_every_rank
 from accelerate_megatron.log import get_logger
 
@@ -44,6 +45,18 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._finish: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
+
+    def reserve(self, pieces: engine.TensorPieces) -> None:
+        """Begin to make the memory that `pieces` will be copied to, in a thread."""
+        atexit.register(self.staging.stop)
+        self.staging.reserve(pieces)
+
+    def close(self) -> None:
+        """Let go of the memory. Every rank calls it, after `wait`; no save can follow."""
+        self.staging.stop()
+        atexit.unregister(self.staging.stop)
+        atexit.unregister(self._wait_at_exit)
+        self.staging = Staging()
 
     def start(self, write: Write, finish: Callable[[], None]) -> None:
         """Begin to write. Every rank calls it, after `wait`.

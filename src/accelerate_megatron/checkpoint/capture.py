@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from accelerate_megatron.checkpoint.run_state import (
     rank_state,
 )
 from accelerate_megatron.checkpoint.safe import load_torch_file
+from accelerate_megatron.checkpoint.staging import Staging
 from accelerate_megatron.checkpoint.together import on_every_rank
 from accelerate_megatron.errors import CheckpointError, UnsafeCheckpointError
 
@@ -66,29 +67,6 @@ class Capture:
             on_every_rank(hook)
 
 
-@dataclass
-class Staging:
-    """Memory on the host that tensors are copied to, used again by the next save.
-
-    New memory costs several times the copying, since the system hands it out page by page.
-    """
-
-    _buffers: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-
-    def hold(self, pieces: engine.TensorPieces) -> engine.TensorPieces:
-        """Return copies of `pieces`, valid until the next call."""
-        return pieces.copied_into(self._buffer_for)
-
-    def _buffer_for(self, name: str, index: int, data: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get((name, index))
-        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            buffer = torch.empty(
-                data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda
-            )
-            self._buffers[name, index] = buffer
-        return buffer
-
-
 def capture_run(accelerator: Any, session: Any, data: Path, staging: Staging | None) -> Capture:
     """Take a checkpoint's content from the run. Every rank calls it.
 
@@ -128,6 +106,15 @@ def capture_run(accelerator: Any, session: Any, data: Path, staging: Staging | N
         step=session.num_updates,
         has_optimizer=optimizer is not None,
         run=describe_run(session.run, dist.get_world_size()),
+    )
+
+
+def lasting_pieces_of(session: Any, *, has_optimizer: bool) -> engine.TensorPieces:
+    """Return those of a save's pieces that share memory with the run. Every rank calls it."""
+    return engine.lasting_pieces(
+        session.chunks,
+        session.optimizer if has_optimizer else None,
+        keeps_main_parameters=session.run.precision != "no",
     )
 
 

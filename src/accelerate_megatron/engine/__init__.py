@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from accelerate_megatron.engine.checkpointing import (
         TensorPieces,
+        lasting_pieces,
         pieces_to_load,
         pieces_to_save,
         read_pieces,
@@ -80,6 +81,7 @@ __all__ = [
     "gather_sequence",
     "has_transformer_engine",
     "hide_padding",
+    "lasting_pieces",
     "main_copy_shards",
     "mean_over_data_parallel",
     "model_logits",
@@ -130,6 +132,7 @@ _EXPORTS: dict[str, str] = {
     "parameter_norm": "build",
     "optimizer_numbers": "optimizer_state",
     "prepared_chunks": "build",
+    "lasting_pieces": "checkpointing",
     "pieces_to_load": "checkpointing",
     "pieces_to_save": "checkpointing",
     "read_pieces": "checkpointing",

@@ -34,8 +34,9 @@ from accelerate_megatron.engine.fully_sharded import refuse_split_parameters
 from accelerate_megatron.engine.optimizer_state import (
     MAIN_PARAMETER,
     OPTIMIZER_PREFIX,
+    optimizer_entries_to_gather,
     optimizer_entries_to_load,
-    optimizer_entries_to_save,
+    optimizer_entries_to_share,
 )
 from accelerate_megatron.engine.wrapping import finish_parameter_gather, innermost
 
@@ -46,9 +47,11 @@ class TensorPieces:
 
     Attributes:
         by_name: Global name -> pieces. When loading, the pieces are what is read into.
+        gathered: Names of those in memory of their own, which the run does not change.
     """
 
     by_name: dict[str, list[ShardedTensor]]
+    gathered: frozenset[str] = frozenset()
     _after_load: list[Callable[[], None]] = field(default_factory=list)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -69,25 +72,32 @@ class TensorPieces:
     def copied_into(
         self, buffer_for: Callable[[str, int, torch.Tensor], torch.Tensor]
     ) -> TensorPieces:
-        """Return the same pieces with their values copied into buffers.
+        """Return the same pieces with values of their own: those of the run, copied into buffers.
 
         Args:
             buffer_for: Given name, number and data of a piece, returns the tensor to copy into.
         """
+        lasting = {name: of for name, of in self.by_name.items() if name not in self.gathered}
         copies = {
             name: [
                 replace(piece, data=buffer_for(name, index, piece.data))
                 for index, piece in enumerate(found)
             ]
-            for name, found in self.by_name.items()
+            for name, found in lasting.items()
         }
         with torch.no_grad():
-            for name, found in self.by_name.items():
+            for name, found in lasting.items():
                 for piece, copy in zip(found, copies[name], strict=True):
                     copy.data.copy_(piece.data, non_blocking=True)
-        if any(piece.data.is_cuda for found in self.by_name.values() for piece in found):
-            torch.cuda.synchronize()
-        return TensorPieces(copies)
+        device = self.device()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return TensorPieces(self.by_name | copies, self.gathered)
+
+    def device(self) -> torch.device:
+        """Return where the tensors of the run lie; the CPU if there are none."""
+        devices = {piece.data.device for found in self.by_name.values() for piece in found}
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     def finish_loading(self) -> None:
         """Hand over to the optimizer what was read into buffers of its own."""
@@ -101,25 +111,38 @@ def pieces_to_save(
     """Return the pieces that this rank writes. Every rank calls it; see `pieces_to_load`.
 
     A distributed optimizer gathers its state over the data-parallel ranks on the first of them, in
-    host memory; the pieces of the others share memory with the training state.
+    host memory; the other pieces are those of `lasting_pieces`.
 
     Args:
         chunks: This rank's model chunks.
         optimizer: Megatron's optimizer; None leaves it out.
         keeps_main_parameters: Whether there are fp32 copies besides the parameters.
     """
+    entries = optimizer_entries_to_gather(optimizer, _model_entries(chunks), keeps_main_parameters)
+    gathered = _written_here(entries, keeps_main_parameters)
+    lasting = lasting_pieces(chunks, optimizer, keeps_main_parameters=keeps_main_parameters)
+    return TensorPieces(lasting.by_name | gathered, frozenset(gathered))
+
+
+def lasting_pieces(
+    chunks: list[torch.nn.Module], optimizer: Any, *, keeps_main_parameters: bool
+) -> TensorPieces:
+    """Return those of `pieces_to_save` that share memory with the run. Every rank calls it."""
     model = _model_entries(chunks)
-    entries = list(model.values())
-    entries += optimizer_entries_to_save(optimizer, model, keeps_main_parameters)
-    pieces = _split(entries)
-    return TensorPieces(
-        {
-            name: mine
-            for name, found in pieces.items()
-            if (mine := [piece for piece in found if is_main_replica(piece.replica_id)])
-            and (keeps_main_parameters or not _is_main_parameter(name))
-        }
-    )
+    entries = [*model.values(), *optimizer_entries_to_share(optimizer, model)]
+    return TensorPieces(_written_here(entries, keeps_main_parameters))
+
+
+def _written_here(
+    entries: list[Any], keeps_main_parameters: bool
+) -> dict[str, list[ShardedTensor]]:
+    """Return global name -> pieces of `entries` that this rank writes and no other."""
+    return {
+        name: mine
+        for name, found in _split(entries).items()
+        if (mine := [piece for piece in found if is_main_replica(piece.replica_id)])
+        and (keeps_main_parameters or not _is_main_parameter(name))
+    }
 
 
 def pieces_to_load(
@@ -153,7 +176,7 @@ def pieces_to_load(
             name = name[len(f"{OPTIMIZER_PREFIX}{MAIN_PARAMETER}.") :]
             found = [replace(piece, key=name) for piece in found]
         pieces.setdefault(name, []).extend(found)
-    return TensorPieces(pieces, after)
+    return TensorPieces(pieces, _after_load=after)
 
 
 def write_pieces(

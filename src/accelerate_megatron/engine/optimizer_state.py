@@ -32,17 +32,28 @@ _OFFLOADED_COPY = "master_param"
 """The kind under which an offloaded optimizer lists what it updates: the fp32 copy once more."""
 
 
-def optimizer_entries_to_save(
-    optimizer: Any, model: Entries, keeps_main_parameters: bool
-) -> list[Any]:
-    """Return the entries of the optimizer's tensors. Every rank calls it; None has none."""
+def optimizer_entries_to_share(optimizer: Any, model: Entries) -> list[Any]:
+    """Return the entries of tensors that lie as the parameters do, to be saved from where they are.
+
+    A distributed optimizer has none, None neither.
+    """
     entries = []
     for part in _parts(optimizer):
-        _allocate(part)
-        if isinstance(part, DistributedOptimizer):
-            entries += _gathered_entries(part, model, keeps_main_parameters)
-        else:
+        if not isinstance(part, DistributedOptimizer):
+            _allocate(part)
             entries += _plain_entries(part, model)
+    return entries
+
+
+def optimizer_entries_to_gather(
+    optimizer: Any, model: Entries, keeps_main_parameters: bool
+) -> list[Any]:
+    """Return the entries of a distributed optimizer's tensors, gathered. Every rank calls it."""
+    entries = []
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _allocate(part)
+            entries += _gathered_entries(part, model, keeps_main_parameters)
     return entries
 
 
