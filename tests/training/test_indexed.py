@@ -351,6 +351,20 @@ def test_evaluations_have_the_steps_and_the_samples_that_are_asked_for(
     assert (length, steps) == (eval_iters, [eval_iters, eval_iters])
 
 
+def prepared_after_the_model(prefix: str) -> list[int]:
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(train_iters=5))
+    model = TINY.build()
+    accelerator.prepare(model, TinyOptimizer().build(model))
+    dummy = MegatronLMDummyDataLoader(
+        data_path=prefix, split="8,1,1", seq_length=SEQ_LENGTH, micro_batch_size=2, eval_iters=1
+    )
+    return [len(part) for part in dummy.build_train_valid_test_data_iterators(accelerator)]
+
+
+def test_prepared_after_the_model_it_is_as_long_as_with_it(two_files: list[str]) -> None:
+    assert run_ranks(prepared_after_the_model, two_files[0], num_ranks=1) == [[5, 1, 1]]
+
+
 def with_another_loader_and_schedule(prefix: str) -> tuple[int, int]:
     from torch.utils.data import DataLoader
 

@@ -91,14 +91,7 @@ class MegatronLMDummyDataLoader(UpstreamDummyLoader):  # type: ignore[misc]  # a
         """Return the function of three sizes that builds three datasets, on this rank alone."""
         plugin = accelerator.state.megatron_lm_plugin
         own: Provider | None = plugin.custom_megatron_datasets_provider_function
-        if own is not None:
-            return own
-        run: RunConfig = accelerator._running.session.run
-        arguments = accelerator._running.step_arguments
-        data = _of_run(self.resolve(plugin), run, arguments)
-        kind = masked_kind(run.shape)
-        masked = resolve_masked_data(kind, self.dataset_args, plugin, vars(arguments))
-        return partial(_build, replace(data, masked=masked))
+        return own or partial(_build, _data_of_run(self, accelerator))
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
         """Return the three prepared loaders, as preparing it three times does."""
@@ -112,9 +105,17 @@ def _build(data: IndexedData, sizes: Sequence[int | None]) -> Sequence[Any]:
     return engine.build_masked_datasets(data, read_vocabulary(data.masked))
 
 
-def _of_run(data: IndexedData, run: RunConfig, arguments: Any) -> IndexedData:
+def _data_of_run(dummy: MegatronLMDummyDataLoader, accelerator: Any) -> IndexedData:
+    """Return the settings with what the model says: its tokens, and which masked samples."""
+    plugin = accelerator.state.megatron_lm_plugin
+    shape = accelerator._running.session.run.shape
+    arguments = accelerator._running.step_arguments
+    data, masked = dummy.resolve(plugin), None
+    if plugin.custom_megatron_datasets_provider_function is None:
+        kind = masked_kind(shape)
+        masked = resolve_masked_data(kind, dummy.dataset_args, plugin, vars(arguments))
     eod: int | None = arguments.eos_token_id if data.eod_token is None else data.eod_token
-    return replace(data, eod_token=eod, vocab_size=run.shape.vocab_size)
+    return replace(data, eod_token=eod, vocab_size=shape.vocab_size, masked=masked)
 
 
 def check_indexed_data(
@@ -240,20 +241,16 @@ def build_splits(
 
     def resolve(settings: dict[str, Any]) -> IndexedData:
         dummy.set_megatron_data_args()
-        data = _of_run(dummy.resolve(plugin), run, accelerator._running.step_arguments)
+        data = _data_of_run(dummy, accelerator)
         view = vars(accelerator._running.step_arguments)
-        masked = None
-        if plugin.custom_megatron_datasets_provider_function is None:
-            kind = masked_kind(run.shape)
-            masked = resolve_masked_data(kind, dummy.dataset_args, plugin, view)
-        data = replace(data, masked=masked)
         check_indexed_data(data, plugin, view, run.shape.max_positions)
-        data = replace(data, micro_batch_size=run.micro_batch_size or data.micro_batch_size)
+        # The model may have been prepared without any loader, and so without a micro-batch.
+        size = run.micro_batch_size or data.micro_batch_size
+        batch = size * run.num_micro_batches * run.layout.dp_size
         data = with_sizes(
-            data,
-            train_samples=_train_samples(plugin, run),
-            global_batch_size=run.global_batch_size
-            or data.micro_batch_size * run.num_micro_batches * run.layout.dp_size,
+            replace(data, micro_batch_size=size),
+            train_samples=_train_samples(plugin, run, batch),
+            global_batch_size=batch,
             eval_iters=plugin.eval_iters,
             eval_interval=plugin.eval_interval,
         )
@@ -261,12 +258,14 @@ def build_splits(
         return data
 
     data: IndexedData = resolve_alike("indexed data", resolve)
-    own: Provider | None = plugin.custom_megatron_datasets_provider_function
-    provider = partial(_build, data) if own is None else own
     rank = dist.get_rank()
 
+    def build(_settings: dict[str, Any]) -> Sequence[Any]:
+        provider = dummy.get_train_valid_test_datasets_provider(accelerator)
+        return _checked(provider(list(data.sizes)))
+
     def build_if(is_mine: bool) -> Callable[[dict[str, Any]], Sequence[Any] | None]:
-        return lambda _settings: _checked(provider(list(data.sizes))) if is_mine else None
+        return build if is_mine else lambda _settings: None
 
     # The first rank writes the cache, which the others then read.
     first = resolve_alike("first rank's samples", build_if(rank == 0), _BUILD_SECONDS)
@@ -295,17 +294,16 @@ def _length(dataset: Any, size: int | None) -> int:
     return len(dataset) if size is None else min(size, len(dataset))
 
 
-def _train_samples(plugin: Any, run: RunConfig) -> int | None:
+def _train_samples(plugin: Any, run: RunConfig, global_batch_size: int) -> int | None:
     """Return the samples of the whole training; None when nothing says how long it is."""
-    batch = run.global_batch_size or 0
     if plugin.train_samples is not None:
         return int(plugin.train_samples)
     if plugin.train_iters is not None:
-        return int(plugin.train_iters) * batch
-    if run.schedule is None:
+        return int(plugin.train_iters) * global_batch_size
+    if run.schedule is None or run.schedule.total_steps is None:
         return None
-    total = run.schedule.total_steps
-    return None if total is None else math.ceil(total / run.schedule.steps_per_update) * batch
+    updates = math.ceil(run.schedule.total_steps / run.schedule.steps_per_update)
+    return updates * global_batch_size
 
 
 class IndexedLoaders:
