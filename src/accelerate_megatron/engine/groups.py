@@ -105,12 +105,14 @@ def _replica_groups(
 
 
 def mean_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `values` over this rank's data-parallel group; all its ranks call it."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    total = values.clone()
-    dist.all_reduce(total, group=group)
-    mean: torch.Tensor = total / group.size()
-    return mean
+    """Return the mean of `values` over this rank's data-parallel group; all its ranks call it.
+
+    Ranks where a value is NaN do not count: rows that fill up a batch have no mean loss (0 / 0).
+    """
+    is_number = ~values.isnan()
+    sums = torch.stack([values.where(is_number, 0.0), is_number.to(values.dtype)])
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return sums[0] / sums[1]
 
 
 def data_parallel_group() -> dist.ProcessGroup:
