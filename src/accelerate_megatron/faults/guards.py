@@ -50,13 +50,13 @@ class Guards:
                 num_ranks=dist.get_world_size(),
             )
             session.watch = self._watchdog.watch
-        configuration: Any = getattr(self, "project_configuration", None)
-        if self.faults.save_on_sigterm and configuration.automatic_checkpoint_naming:
-            self._preemption = self._preemption or Preemption(self)
 
     def _guard_loader(self, loader: MegatronDataLoader) -> None:
         """Let the policy act on a prepared loader."""
         if self._watchdog is not None:
             loader.watch = self._watchdog.watch
-        if self._preemption is not None:
+        configuration: Any = getattr(self, "project_configuration", None)
+        if self.faults.save_on_sigterm and configuration.automatic_checkpoint_naming:
+            # Not before there is a loader: without one nobody would act on the signal.
+            self._preemption = self._preemption or Preemption(self)
             loader.after_step = self._preemption.after_step

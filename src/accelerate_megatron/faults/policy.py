@@ -19,8 +19,8 @@ class FaultPolicy:
     "skip" leaves the update out on every rank. Either way the weights stay as they are. With fp16
     the loss scaler leaves out updates whose gradients overflow, and goes on."""
     hang_seconds: float | None = 1800.0
-    """How long one rank may take to fetch a batch, or one update may take, until the job is taken
-    for stuck: each rank shows where it is and ends. None: as long as it likes."""
+    """How long one rank may take to fetch a batch, or one update or call of `megatron_generate` may
+    take, until the job is taken for stuck: each rank shows where it is and ends. None: no limit."""
     save_on_sigterm: bool = True
     """Whether SIGTERM lets the step end, saves a checkpoint and ends the job with status 0. Needs
     checkpoints that are named automatically; without them SIGTERM ends the process at once."""

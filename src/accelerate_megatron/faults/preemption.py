@@ -23,8 +23,7 @@ class Preemption:
         """Take over the signal. Only in the main thread, where signals come in."""
         self._accelerator = accelerator
         self._is_asked = False
-        self.is_installed = threading.current_thread() is threading.main_thread()
-        if self.is_installed:
+        if threading.current_thread() is threading.main_thread():
             _leave_to_forked_processes(signal.signal(signal.SIGTERM, self._note) or signal.SIG_DFL)
 
     def _note(self, _signal: int, _frame: FrameType | None) -> None:
