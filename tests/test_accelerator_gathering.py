@@ -9,7 +9,7 @@ import torch
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
-from accelerate_megatron.errors import ConfigurationError, TrainingLoopError
+from accelerate_megatron.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import pad_samples, ragged_samples
 from tests.test_accelerator import make
@@ -24,16 +24,18 @@ def gather_over_two_by_two() -> dict[str, Any]:
         "rows": accelerator.gather(mine).tolist(),
         "scalar": accelerator.gather(torch.tensor(dp_rank)).tolist(),
         "bool": accelerator.gather(torch.tensor([dp_rank == 1])).tolist(),
-        "nested": accelerator.gather({"a": [torch.tensor([dp_rank])], "b": "text"}),
+        "nested": accelerator.gather({"a": [torch.tensor([dp_rank])], "b": None}),
         "sum": accelerator.reduce(torch.tensor([dp_rank + 1.0])).item(),
         "mean": accelerator.reduce(torch.tensor([dp_rank + 1]), "mean").item(),
         "scaled": accelerator.reduce({"x": torch.ones(1)}, "sum", scale=0.5)["x"].item(),
         "none": accelerator.reduce(torch.tensor([dp_rank]), "none").item() - dp_rank,
     }
-    try:
+    with pytest.raises(ConfigurationError) as refused:
         accelerator.reduce(torch.ones(1), "max")
-    except ConfigurationError as error:
-        told["bad"] = str(error)
+    told["bad"] = str(refused.value)
+    with pytest.raises(UnsupportedError) as refused:
+        accelerator.gather_for_metrics(["text"])
+    told["text"] = str(refused.value)
     return told
 
 
@@ -48,7 +50,8 @@ def test_gather_takes_each_replica_once(gathered: Any) -> None:
         assert told["scalar"] == [0, 1]
         assert told["bool"] == [False, True]
         assert told["nested"]["a"][0].tolist() == [0, 1]
-        assert told["nested"]["b"] == "text"
+        assert told["nested"]["b"] is None
+        assert "gather got a str, and collects tensors" in told["text"]
 
 
 def test_reduce_counts_each_replica_once(gathered: Any) -> None:

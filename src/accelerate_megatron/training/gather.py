@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.operations import recursively_apply
 
-from accelerate_megatron.errors import ConfigurationError
+from accelerate_megatron.errors import ConfigurationError, UnsupportedError
 
 _LARGEST_DIM = 16
 """Of tensors that can be gathered."""
@@ -22,13 +22,26 @@ def gather_rows(tensors: Any, group: dist.ProcessGroup) -> Any:
     different numbers of rows; the other dims must agree. A scalar counts as one row.
 
     Args:
-        tensors: A tensor, or lists, tuples and dicts of them.
+        tensors: A tensor, or lists, tuples and dicts of them; None, as logits are before the last
+            stage, stays None.
         group: The data-parallel group.
 
     Raises:
         ConfigurationError: Other dims differ; alike on all ranks of the group.
+        UnsupportedError: Something else is among them, of which each rank would keep its own.
     """
-    return recursively_apply(_gather_one, tensors, group)
+
+    def gather(item: Any) -> Any:
+        if item is None:
+            return None
+        if not isinstance(item, torch.Tensor):
+            raise UnsupportedError(
+                f"gather got a {type(item).__name__}, and collects tensors. Make it one, or take "
+                "torch.distributed.all_gather_object, which collects over all ranks."
+            )
+        return _gather_one(item, group)
+
+    return recursively_apply(gather, tensors, test_type=lambda _item: True)
 
 
 def _gather_one(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
