@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,31 @@ def test_a_documented_subclass_computes_what_the_built_in_step_does() -> None:
     for loss, norm in ranks:
         assert loss == pytest.approx(0.5 * oracle.losses[0], abs=1e-5)
         assert norm == pytest.approx(0.5 * oracle.grad_norms[0], rel=1e-4)
+
+
+class OwnMasks(T5TrainStep):
+    """Masks of one's own, each with a mark in its last place."""
+
+    @staticmethod
+    def attn_mask_postprocess(attention_mask: Any) -> torch.Tensor:
+        return torch.tensor([False, True, False])
+
+    @staticmethod
+    def get_decoder_mask(seq_length: int, device: Any) -> torch.Tensor:
+        return torch.tensor([False, False, True])
+
+    @staticmethod
+    def get_enc_dec_mask(attention_mask: Any, dec_seq_length: int, device: Any) -> torch.Tensor:
+        return torch.tensor([True, False, False])
+
+
+def test_masks_of_ones_own_are_taken() -> None:
+    accelerator = SimpleNamespace(state=SimpleNamespace(megatron_lm_plugin=MegatronLMPlugin()))
+    step = OwnMasks(accelerator, SimpleNamespace(decoder_start_token_id=0, pad_token_id=0))
+
+    masks = step.get_batch(iter([BATCH]))[-3:]
+
+    assert [mask.tolist().index(True) for mask in masks] == [1, 2, 0]
 
 
 def error_of(plugin: dict[str, Any], batch: dict[str, torch.Tensor], config: Any) -> str:

@@ -21,15 +21,14 @@ from transformers.utils.generic import ModelOutput
 
 from accelerate_megatron.data.collate import IGNORED_LABEL
 from accelerate_megatron.data.row_labels import RowLabels, problem_type_of
-from accelerate_megatron.errors import TrainingLoopError
+from accelerate_megatron.errors import ConfigurationError, TrainingLoopError
 from accelerate_megatron.training.gpt import token_loss
 from accelerate_megatron.training.train_step import (
     AbstractTrainStep,
     BatchFunction,
     ForwardStepFunction,
     LossFunction,
-    accelerator_of,
-    arguments_of,
+    accelerator_and_args,
     call_either_way,
 )
 
@@ -74,8 +73,12 @@ class BertTrainStep(AbstractTrainStep):
                 `problem_type` and `bert_head`.
         """
         super().__init__("BertTrainStep")
-        args = arguments_of(accelerator, args)
-        accelerator = accelerator_of(accelerator)
+        accelerator, args = accelerator_and_args(accelerator, args)
+        if args is None:
+            raise ConfigurationError(
+                "The train step got no args. A custom_train_step_class is given (accelerator, "
+                "args), or args alone; hand them on to super().__init__."
+            )
         plugin = accelerator.state.megatron_lm_plugin
         self.head: str = args.bert_head
         self._labels = RowLabels(num_labels=args.num_labels, problem_type=args.problem_type)

@@ -15,8 +15,7 @@ from accelerate_megatron.training.train_step import (
     BatchFunction,
     ForwardStepFunction,
     LossFunction,
-    StepArguments,
-    accelerator_of,
+    accelerator_and_args,
     call_either_way,
 )
 
@@ -50,9 +49,8 @@ class GPTTrainStep(AbstractTrainStep):
             args: The run's settings; only `eos_token_id` is read.
         """
         super().__init__("GPTTrainStep")
-        arguments = accelerator if isinstance(accelerator, StepArguments) else args
-        accelerator = accelerator_of(accelerator)
-        self._eod_token = getattr(arguments, "eos_token_id", None) if arguments else None
+        accelerator, args = accelerator_and_args(accelerator, args)
+        self._eod_token = getattr(args, "eos_token_id", None)
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
             self.batch_keys, self.required_keys = None, ("input_ids",)

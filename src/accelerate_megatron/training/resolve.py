@@ -329,8 +329,7 @@ def _run(
         name: dict.fromkeys(segment.hf for segment in placement.segments)
         for name, placement in placements(table, shape).items()
     }
-    if parts.model is None:
-        raise ConfigurationError("prepare got an optimizer without its model; pass both.")
+    assert parts.model is not None, "resolve_model refuses to do without"
     if shape.encoder is not None and shape.encoder.head == "none":
         raise UnsupportedError(
             f"prepare got an optimizer and a {type(parts.model).__name__}, which has no head and "

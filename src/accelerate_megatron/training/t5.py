@@ -16,8 +16,7 @@ from accelerate_megatron.training.train_step import (
     BatchFunction,
     ForwardStepFunction,
     LossFunction,
-    StepArguments,
-    accelerator_of,
+    accelerator_and_args,
     call_either_way,
 )
 
@@ -27,13 +26,13 @@ T5Batch = tuple[
     torch.Tensor,
     torch.Tensor,
     "torch.Tensor | None",
-    "torch.Tensor | None",
+    torch.Tensor,
     "torch.Tensor | None",
 ]
 """Encoder tokens [b, s], decoder tokens, loss mask and labels [b, t]; three masks, True = hidden.
 
 The masks are the encoder's, the decoder's and that of the decoder's look at the encoder, which
-broadcast to [b, 1, queries, keys]; None hides nothing but a decoder's later tokens.
+broadcast to [b, 1, queries, keys]; None hides nothing.
 """
 
 
@@ -63,10 +62,9 @@ class T5TrainStep(AbstractTrainStep):
                 read.
         """
         super().__init__("T5TrainStep")
-        settings = accelerator if isinstance(accelerator, StepArguments) else args
-        self.decoder_start_token_id: Any = getattr(settings, "decoder_start_token_id", None)
-        self.pad_token_id: Any = getattr(settings, "pad_token_id", None)
-        accelerator = accelerator_of(accelerator)
+        accelerator, args = accelerator_and_args(accelerator, args)
+        self.decoder_start_token_id: Any = getattr(args, "decoder_start_token_id", None)
+        self.pad_token_id: Any = getattr(args, "pad_token_id", None)
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
             self.batch_keys, self.required_keys = None, ("input_ids",)
@@ -136,15 +134,16 @@ class T5TrainStep(AbstractTrainStep):
         if tokens_dec is None:
             tokens_dec = self.shift_right(labels)
         loss_mask = labels != IGNORED_LABEL
+        length, device = labels.shape[1], labels.device
         attention_mask = batch.get("attention_mask")
-        hidden = None
+        hidden = hidden_from_decoder = None
         if attention_mask is not None and not attention_mask.all():
             hidden = self.attn_mask_postprocess(attention_mask)
-        decoder_hidden = None
+            hidden_from_decoder = self.get_enc_dec_mask(attention_mask, length, device)
+        decoder_hidden = self.get_decoder_mask(length, device)
         decoder_mask = batch.get("decoder_attention_mask")
         if decoder_mask is not None and not decoder_mask.all():
-            future = self.get_decoder_mask(labels.shape[1], labels.device)
-            decoder_hidden = future | self.attn_mask_postprocess(decoder_mask)
+            decoder_hidden = decoder_hidden | self.attn_mask_postprocess(decoder_mask)
         return (
             batch["input_ids"],
             tokens_dec,
@@ -152,7 +151,7 @@ class T5TrainStep(AbstractTrainStep):
             labels.masked_fill(~loss_mask, 0),
             hidden,
             decoder_hidden,
-            hidden,
+            hidden_from_decoder,
         )
 
     def shift_right(self, labels: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.generic import ModelOutput
 
-from accelerate_megatron.errors import ConfigurationError
-
 BatchFunction = Callable[[Iterator[Any]], Any]
 ForwardStepFunction = Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]
 LossFunction = Callable[..., tuple[Any, ...]]
@@ -57,20 +55,14 @@ class StepArguments(argparse.Namespace):
         self.__dict__["consumed_train_samples"] += number
 
 
-def accelerator_of(given: Any) -> Any:
-    """Return the `Accelerator` from a constructor's first argument: itself, or its `args`."""
-    return vars(given)["_accelerator"] if isinstance(given, StepArguments) else given
+def accelerator_and_args(accelerator: Any, args: Any) -> tuple[Any, Any]:
+    """Return the `Accelerator` and the run's settings that a constructor was given.
 
-
-def arguments_of(accelerator: Any, args: Any) -> Any:
-    """Return the run's settings from a constructor's arguments, of which they may be the first."""
-    given = accelerator if isinstance(accelerator, StepArguments) else args
-    if given is None:
-        raise ConfigurationError(
-            "The train step got no args. A custom_train_step_class is given (accelerator, args), "
-            "or args alone; hand them on to super().__init__."
-        )
-    return given
+    The settings may come first and alone, and have the `Accelerator` with them; None: not given.
+    """
+    if isinstance(accelerator, StepArguments):
+        return vars(accelerator)["_accelerator"], accelerator
+    return accelerator, args
 
 
 def call_either_way(method: Callable[..., Any], *arguments: Any) -> Any:
