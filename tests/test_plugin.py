@@ -190,6 +190,7 @@ def test_contradictions_are_listed_together_with_all_numbers() -> None:
         {"num_micro_batches": 0},
         {"min_lr": -0.1},
         {"train_iters": 0},
+        {"eval_interval": 0},
         {"lr_warmup_iters": -1},
         {"lr_decay_iters": 0},
         {"seq_length": 0},

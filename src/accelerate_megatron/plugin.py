@@ -189,6 +189,8 @@ def _problems(values: dict[str, Any]) -> list[str]:
             ("seq_length", 1),
             ("encoder_seq_length", 1),
             ("decoder_seq_length", 1),
+            ("eval_iters", 0),
+            ("eval_interval", 1),
         )
         if values[name] is not None and values[name] < least
     ]

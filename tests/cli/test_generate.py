@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -79,9 +80,9 @@ def continuation(prompt: list[int], recipe: TinyModel = RECIPE, **asked: Any) ->
 
 
 def test_it_streams_each_prompt_on_the_main_process(folder: Path, printed: list[str]) -> None:
-    words = ["--prompt", "w5 w6", "--prompt", "w7", "--max_new_tokens", "6", "--pp_degree", "2"]
+    words = ["--prompt", "w5 w6", "--prompt", "w7", "--max_new_tokens", "6"]
 
-    assert main(["generate", str(folder), *words]) == 0
+    assert main(["generate", "--pp_degree", "2", str(folder), *words]) == 0
 
     wanted = [continuation(prompt, max_new_tokens=6) for prompt in ([5, 6], [7])]
     assert printed[0] == ""
@@ -141,20 +142,32 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def save_checkpoint(folder: str, output: str) -> None:
+def save_checkpoint(recipe: TinyModel, output: str) -> None:
     from accelerate_megatron import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(RECIPE.build())
+    accelerator.prepare(recipe.build())
     accelerator.save_state(output)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "split"),
+    [
+        pytest.param(RECIPE, [], id="decoder"),
+        # Its config says that it is tied, as transformers makes that of each T5 say.
+        pytest.param(
+            dataclasses.replace(WITH_ENCODER, tied=False),
+            ["--pipeline_model_parallel_split_rank", "1"],
+            id="untied-t5",
+        ),
+    ],
+)
 def test_a_checkpoint_continues_like_its_model(
-    folder: Path, printed: list[str], tmp_path: Path
+    recipe: TinyModel, split: list[str], folder: Path, printed: list[str], tmp_path: Path
 ) -> None:
-    run_ranks(save_checkpoint, str(folder), str(tmp_path / "ckpt"), num_ranks=1)
-    words = ["--prompt", "w5 w6", "--max_new_tokens", "6", "--pp_degree", "2"]
+    run_ranks(save_checkpoint, recipe, str(tmp_path / "ckpt"), num_ranks=1)
+    words = ["--prompt", "w5 w6", "--max_new_tokens", "6", "--pp_degree", "2", *split]
 
     assert main(["generate", str(tmp_path / "ckpt"), "--tokenizer", str(folder), *words]) == 0
 
-    assert printed[1] == continuation([5, 6], max_new_tokens=6) + "\n"
+    assert printed[1] == continuation([5, 6], recipe, max_new_tokens=6) + "\n"

@@ -205,6 +205,16 @@ def test_more_ranks_than_cuda_devices_are_refused(capsys, script, monkeypatch):
     assert "--num_processes 8: this machine has 4 CUDA device(s)" in message
 
 
+def test_a_rank_for_each_device_that_the_file_names(capsys, script, monkeypatch, tmp_path):
+    set_machine(monkeypatch, GPU_MACHINE)
+    file = tmp_path / "config.yaml"
+    file.write_text("gpu_ids: 1,3")
+
+    assert planned(capsys, "--config_file", str(file), script)["num_processes"] == 2
+    message = refused(capsys, "--config_file", str(file), "--num_processes=4", script)
+    assert "--num_processes 4: this machine has 2 CUDA device(s)" in message
+
+
 def test_ranks_that_the_degrees_do_not_divide_are_refused_with_numbers_that_work(capsys, script):
     message = refused(capsys, "--num_processes=6", "--tp_degree=2", "--pp_degree=2", script)
 

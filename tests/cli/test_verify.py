@@ -20,7 +20,9 @@ REPORT = {
     "folder": "there",
     "model_type": "llama",
     "layout": {"tp": 2, "pp": 1, "dp": 1},
-    "vocab_size": 99,
+    "compared": "logits",
+    "num_values": 99,
+    "num_places": 6,
     "tokens": [[5, 6, 7], [8, 9, 10]],
     "largest_logit": 4.0,
     "largest_difference": 3e-5,
@@ -101,6 +103,7 @@ def test_a_job_that_failed_fails_the_command(folder, monkeypatch, capsys) -> Non
         pytest.param(["--tolerance", "-1"], "--tolerance -1.0: it cannot be negative", id="minus"),
         pytest.param(["--tp_degre", "2"], "--tp_degre: no such flag; did you mean", id="typo"),
         pytest.param(["other"], "other: one argument too many", id="stray"),
+        pytest.param(["--mixed-precision=bf16"], "is told by --dtype", id="precision"),
     ],
 )
 def test_misuse_is_explained(words, message, folder, capsys) -> None:

@@ -331,6 +331,7 @@ def test_command_plans_an_encoder_and_a_decoder(
         pytest.param(["--decoder_seq_length", "8"], "a llama model has one stack", id="decoder"),
         pytest.param(["nowhere.json"], "cannot be read", id="no-file"),
         pytest.param(["--memory", "80 bananas"], "a number with a unit", id="unit"),
+        pytest.param(["--memory", "1.2.3GB"], "a number with a unit", id="number"),
     ],
 )
 def test_command_names_what_is_wrong(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from accelerate_megatron import Accelerator
 from accelerate_megatron.cli.jobs import settings_of_rank, write_report
-from accelerate_megatron.cli.model_class import empty_model
+from accelerate_megatron.cli.model_class import empty_model, prepare_checkpoint
 
 
 def main() -> None:
@@ -37,18 +35,13 @@ def main() -> None:
 
 
 def _import(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
-    prepared = accelerator.prepare(_empty(settings["folder"]), weights=settings["folder"])
+    prepared = accelerator.prepare(empty_model(settings["folder"]), weights=settings["folder"])
     accelerator.save_state(settings["output"])
     return prepared
 
 
 def _export(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
-    model = _empty(settings["configs"])
-    # What transformers makes every T5's config say is not what the checkpoint holds.
-    said, model.config.tie_word_embeddings = model.config.tie_word_embeddings, settings["tied"]
-    prepared = accelerator.prepare(model)
-    prepared.config.tie_word_embeddings = said
-    accelerator.load_state(settings["checkpoint"])
+    prepared = prepare_checkpoint(accelerator, settings)
     tokenizer = settings["tokenizer"]
     prepared.save_pretrained(
         settings["output"],
@@ -57,16 +50,6 @@ def _export(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
         overwrite=settings["overwrite"],
     )
     return prepared
-
-
-def _empty(folder: str) -> Any:
-    """Return the model of a config on the meta device, with the generation config beside it."""
-    config = AutoConfig.from_pretrained(folder)
-    with init_empty_weights():
-        model = empty_model(config)
-    if (Path(folder) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from accelerate_megatron.cli.machine import count_cores
 from accelerate_megatron.errors import BuildStoppedError, ConfigurationError, DataFileError
 
 _REFUSALS = (BuildStoppedError, ConfigurationError, DataFileError, ImportError, OSError)
@@ -78,7 +78,7 @@ def _add_build(actions: Any) -> None:
     )
     sub.add_argument("--split", help="of Hugging Face datasets (train)")
     sub.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (one for each core)"
+        "--workers", type=int, default=count_cores(), help="processes (one for each core)"
     )
     sub.add_argument("--overwrite", action="store_true", help="replace files that are there")
     sub.set_defaults(action=_build)

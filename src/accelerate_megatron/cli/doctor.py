@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_megatron.cli.env import find_facts
+from accelerate_megatron.cli.env import PACKAGES, find_facts
 from accelerate_megatron.cli.jobs import run_job
 from accelerate_megatron.cli.machine import Machine
 
 TOLERANCE = 1e-4
-"""Largest difference of loss and gradient norm of the two layouts, as a part of them."""
+"""Largest difference of loss and gradient norm of two updates, as a part of them."""
 
 FREE_BYTES = 200 * 10**6
 """What the test itself and its temporary files need."""
@@ -116,11 +116,10 @@ def check_machine(
 
 
 def _check_versions(facts: Mapping[str, Any]) -> Check:
-    names = ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "numpy")
-    missing = [name for name in names if facts[name] is None]
+    missing = [name for name in PACKAGES if facts[name] is None]
     core = facts["megatron-core"]
     found = ", ".join(
-        [f"megatron-core {core['version']}", *(f"{name} {facts[name]}" for name in names[:3])]
+        [f"megatron-core {core['version']}", *(f"{name} {facts[name]}" for name in PACKAGES[:3])]
     )
     if not core["usable"]:
         return Check("versions", False, found, core["problem"])
@@ -253,10 +252,15 @@ def _compare_steps(alone: Mapping[str, Any], pair: Sequence[Mapping[str, Any]]) 
         f"{what} {wanted[key]:.6f} at TP1 and {ours[key]:.6f} at TP2"
         for what, key in (("loss", "loss"), ("gradient norm", "grad_norm"))
     )
-    is_equal = all(
+    is_equal = are_close(ours, wanted)
+    return Check(name, is_equal, found, "" if is_equal else _CURES[name])
+
+
+def are_close(ours: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """Say whether two updates are one and the same but for rounding."""
+    return all(
         math.isclose(ours[key], wanted[key], rel_tol=TOLERANCE) for key in ("loss", "grad_norm")
     )
-    return Check(name, is_equal, found, "" if is_equal else _CURES[name])
 
 
 def describe(checks: Sequence[Check], seconds: float) -> str:

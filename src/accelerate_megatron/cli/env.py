@@ -16,7 +16,7 @@ from accelerate_megatron.cli.engine_support import engine_support, support_lines
 from accelerate_megatron.cli.machine import count_cores, count_cuda_devices, torch_cuda_version
 from accelerate_megatron.errors import EngineError
 
-_PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "numpy")
 
 # Used when they are there; nothing needs them. The import name, since Apex has no package.
 _OPTIONAL = ("transformer_engine", "apex", "triton")
@@ -74,7 +74,7 @@ def find_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "megatron-core": megatron,
-        **{name: _installed_version(name) for name in _PACKAGES},
+        **{name: _installed_version(name) for name in PACKAGES},
         "optional": {name: importlib.util.find_spec(name) is not None for name in _OPTIONAL},
         "cuda": {"torch built for": torch_cuda_version(), "devices": devices},
         "cores": count_cores(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate_megatron.checkpoint.capture import HF_FOLDER
 from accelerate_megatron.checkpoint.manifest import read_manifest
@@ -33,24 +34,20 @@ def main(argv: Sequence[str]) -> int:
     args, flags = parse_with_launcher_flags(parser, argv)
     try:
         check_output(args.output, overwrite=args.overwrite)
-        manifest = read_manifest(Path(args.checkpoint).absolute())
-        configs = Path(args.checkpoint) / manifest.folder / HF_FOLDER
-        if not (configs / "config.json").is_file():
-            raise UsageError(f"{args.checkpoint} holds no Hugging Face config ({HF_FOLDER}).")
-        dtype = args.dtype or ("bfloat16" if manifest.run["precision"] == "bf16" else "float32")
+        run, configs, dtype = checkpoint_configs(Path(args.checkpoint))
         report = run_job(
             "accelerate_megatron.cli.convert_ranks",
             {
                 "task": "export",
                 "checkpoint": args.checkpoint,
                 "configs": str(configs),
-                "tied": manifest.run["model"]["tied_embeddings"],
+                "tied": run["model"]["tied_embeddings"],
                 "output": args.output,
                 "tokenizer": args.tokenizer,
                 "max_shard_size": args.max_shard_size,
                 "overwrite": args.overwrite,
             },
-            [*flags, "--mixed_precision", PRECISIONS[dtype]],
+            [*flags, "--mixed_precision", PRECISIONS[args.dtype or dtype]],
         )
     except (UsageError, ConfigurationError, CheckpointError) as error:
         parser.error(str(error))
@@ -85,3 +82,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def checkpoint_configs(checkpoint: Path) -> tuple[Mapping[str, Any], Path, str]:
+    """Return what a checkpoint says of its run, the folder of its configs, and its dtype.
+
+    Raises:
+        CheckpointError: It is no good checkpoint.
+        UsageError: It holds no configs.
+    """
+    manifest = read_manifest(checkpoint.absolute())
+    configs = checkpoint / manifest.folder / HF_FOLDER
+    if not (configs / "config.json").is_file():
+        raise UsageError(f"{checkpoint} holds no Hugging Face config ({HF_FOLDER}).")
+    return manifest.run, configs, "bfloat16" if manifest.run["precision"] == "bf16" else "float32"

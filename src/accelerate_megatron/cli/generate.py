@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate_megatron.checkpoint.capture import HF_FOLDER
-from accelerate_megatron.checkpoint.manifest import read_manifest
 from accelerate_megatron.cli.command_line import UsageError
+from accelerate_megatron.cli.export import checkpoint_configs
 from accelerate_megatron.cli.import_ import dtype_of_config
-from accelerate_megatron.cli.jobs import PRECISIONS, run_job
+from accelerate_megatron.cli.jobs import PRECISIONS, parse_with_launcher_flags, run_job
 from accelerate_megatron.errors import CheckpointError, ConfigurationError, GenerationError
 from accelerate_megatron.generation.settings import ModelTokens, resolve_settings
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The words after `generate`.
     """
     parser = _make_parser()
-    args, flags = parser.parse_known_args(argv)
+    args, flags = parse_with_launcher_flags(parser, argv)
     asked = {name: value for name in _SETTINGS if (value := getattr(args, name)) is not None}
     try:
         source = _find_model(Path(args.folder))
@@ -107,27 +106,19 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _find_model(folder: Path) -> dict[str, Any]:
-    """Return where config and weights are, and the dtype.
+    """Return where configs and weights are, and the dtype.
 
     Raises:
         UsageError: The folder holds no model.
     """
     if (folder / "config.json").is_file():
-        return {
-            "weights": str(folder),
-            "configs": str(folder),
-            "checkpoint": None,
-            "dtype": dtype_of_config(folder),
-        }
-    manifest = read_manifest(folder.absolute())
-    configs = folder / manifest.folder / HF_FOLDER
-    if not (configs / "config.json").is_file():
-        raise UsageError(f"{folder} holds no Hugging Face config ({HF_FOLDER}).")
+        return {"configs": str(folder), "checkpoint": None, "dtype": dtype_of_config(folder)}
+    run, configs, dtype = checkpoint_configs(folder)
     return {
-        "weights": None,
         "configs": str(configs),
         "checkpoint": str(folder),
-        "dtype": "bfloat16" if manifest.run["precision"] == "bf16" else "float32",
+        "tied": run["model"]["tied_embeddings"],
+        "dtype": dtype,
     }
 
 

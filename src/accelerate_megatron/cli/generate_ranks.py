@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import AutoTokenizer, TextStreamer
 
 from accelerate_megatron import Accelerator
 from accelerate_megatron.cli.jobs import settings_of_rank, write_report
-from accelerate_megatron.cli.model_class import empty_model
+from accelerate_megatron.cli.model_class import empty_model, prepare_checkpoint
 
 
 def main() -> None:
@@ -21,26 +19,18 @@ def main() -> None:
     accelerator = Accelerator()
     model = _load(accelerator, settings)
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
-    rows = []
-    for prompt in settings["prompts"]:
-        rows.append(_continue(model, tokenizer, prompt, accelerator, settings))
+    rows = [
+        _continue(model, tokenizer, prompt, accelerator, settings) for prompt in settings["prompts"]
+    ]
     if accelerator.is_main_process:
         write_report(settings, {"generated": rows})
     accelerator.wait_for_everyone()
 
 
 def _load(accelerator: Accelerator, settings: dict[str, Any]) -> Any:
-    folder = Path(settings["configs"])
-    config = AutoConfig.from_pretrained(folder)
-    with init_empty_weights():
-        empty = empty_model(config)
-    if (folder / "generation_config.json").is_file():
-        empty.generation_config = GenerationConfig.from_pretrained(folder)
-    if settings["checkpoint"] is None:
-        return accelerator.prepare(empty, weights=settings["weights"])
-    prepared = accelerator.prepare(empty)
-    accelerator.load_state(settings["checkpoint"])
-    return prepared
+    if settings["checkpoint"] is not None:
+        return prepare_checkpoint(accelerator, settings)
+    return accelerator.prepare(empty_model(settings["configs"]), weights=settings["configs"])
 
 
 def _continue(

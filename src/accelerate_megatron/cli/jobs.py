@@ -39,6 +39,8 @@ def parse_with_launcher_flags(
     at = 0
     while at < len(words):
         flag, has_equals, _ = words[at].partition("=")
+        if flag.replace("-", "_") == "__mixed_precision":
+            parser.error(f"{flag}: this command is told by --dtype.")
         if flag.startswith("-") and flag not in takes_value:
             parser.error(unknown_flag(flag, takes_value))
         length = 2 if takes_value.get(flag) and not has_equals else 1

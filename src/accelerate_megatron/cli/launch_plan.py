@@ -88,7 +88,7 @@ def plan_launch(options: LaunchOptions, machine: Machine, environ: Mapping[str, 
         **options.env,
         **options.plugin,
         # ACCELERATE_USE_MEGATRON_LM is not set: it makes Accelerate import its own
-        # integration, which no megatron-core wheel satisfies.
+        # integration, which needs modules that megatron-core wheels lack.
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
     }
@@ -118,8 +118,9 @@ def _num_processes(
         model_size *= degree
     asked = options.num_processes
     machines = options.num_machines
+    devices = _cuda_devices(options, machine)
     if asked is None:
-        asked = model_size if use_cpu else machine.cuda_devices * machines
+        asked = model_size if use_cpu else devices * machines
     if asked < 1 or asked % model_size:
         used = {name: degree for name, degree in degrees.items() if degree > 1}
         product = " x ".join(f"{name}={degree}" for name, degree in (used or degrees).items())
@@ -132,12 +133,19 @@ def _num_processes(
             f"--num_processes {asked}: it counts the ranks of all {machines} machines, of which "
             f"each starts as many: it must be a multiple of {machines}."
         )
-    if not use_cpu and asked // machines > machine.cuda_devices:
+    if not use_cpu and asked // machines > devices:
         raise UsageError(
-            f"--num_processes {asked}: this machine has {machine.cuda_devices} CUDA device(s), "
-            "and each rank needs one; ask for fewer ranks, or for --cpu."
+            f"--num_processes {asked}: this machine has {devices} CUDA device(s), and each rank "
+            "needs one; ask for fewer ranks, or for --cpu."
         )
     return asked
+
+
+def _cuda_devices(options: LaunchOptions, machine: Machine) -> int:
+    """Return the devices that ranks will see: those of the file's `gpu_ids`, where it has any."""
+    chosen = options.env.get("CUDA_VISIBLE_DEVICES")
+    asked = machine.cuda_devices if chosen is None else len(chosen.split(","))
+    return min(asked, machine.cuda_devices)
 
 
 def _degree(name: str, options: LaunchOptions, environ: Mapping[str, str]) -> int:

@@ -139,7 +139,7 @@ def _positive(word: str) -> int:
 
 
 def _bytes(word: str) -> int:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", word)
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-zA-Z]*)\s*", word)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigurationError(
             f"--memory is {word!r}; it must be a number with a unit, such as 80GB or 24GiB."

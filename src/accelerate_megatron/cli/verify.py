@@ -123,8 +123,7 @@ def judge(report: dict[str, Any], *, tolerance: float, dtype: str) -> dict[str, 
 
 
 def _what(report: dict[str, Any]) -> str:
-    number = report.get("num_values", report["vocab_size"])
-    compared = report.get("compared", "logits")
+    number, compared = report["num_values"], report["compared"]
     return f"{number} logits each" if compared == "logits" else f"{number} of {compared} each"
 
 
@@ -137,7 +136,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{rows} x {length} tokens, {_what(report)}",
         f"largest logit       {report['largest_logit']:.6g}",
         f"largest difference  {report['largest_difference']:.3e} (limit {report['limit']:.3e})",
-        f"same best token     {report['same_best']} of {report.get('num_places', rows * length)}",
+        f"same best token     {report['same_best']} of {report['num_places']}",
     ]
     first = report["first"]
     if first is None:

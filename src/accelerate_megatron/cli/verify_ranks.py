@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoConfig
 
 from accelerate_megatron import Accelerator, engine
 from accelerate_megatron.cli.jobs import settings_of_rank, write_report
@@ -21,10 +19,9 @@ def main() -> None:
     """Compute the logits on all ranks, compare them on the last one and write the report."""
     settings = settings_of_rank()
     accelerator = Accelerator()
-    config = AutoConfig.from_pretrained(settings["folder"])
+    empty = empty_model(settings["folder"])
+    config = empty.config
     refuse_encoder_decoder(family_of(config).shape(config), "accelerate-megatron verify")
-    with init_empty_weights():
-        empty = empty_model(config)
     prepared = accelerator.prepare(empty, weights=settings["folder"])
     prepared.eval()
     session = prepared.session
