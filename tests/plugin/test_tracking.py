@@ -191,6 +191,7 @@ def test_peaks_are_known_by_name_and_unknown_ones_are_none() -> None:
     assert peak_tflops("NVIDIA H200") == 989.4
     assert peak_tflops("NVIDIA H100 PCIe") == 756.5
     assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_tflops("NVIDIA L40") is None
     assert peak_tflops("Some Other Card") is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +69,9 @@ Source: NVIDIA's data sheets, tensor cores with fp32 accumulation and without sp
 
 def peak_tflops(device_name: str) -> float | None:
     """Return a device's dense 16-bit peak in TFLOP/s; None for one that is not in the table."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+    # As words: an L40 is no L4, and an A3000 no A30.
+    named = (p for name, p in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    return next(named, None)
 
 
 def flops_per_token(shape: ModelShape, seq_length: int) -> float:
