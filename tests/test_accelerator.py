@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
 from accelerate_megatron import Accelerator, MegatronLMPlugin
-from accelerate_megatron.errors import ConfigurationError, UnsupportedError
+from accelerate_megatron.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import TinyModel, pad_samples, ragged_samples
 from tests.training.start import SGD, TWO_LAYERS, start
@@ -242,6 +242,37 @@ def train_and_save(recipe: TinyModel, directory: str, plugin: dict[str, Any]) ->
     state = accelerator.get_state_dict(model)
     model.eval()
     return model(**pad_samples(ragged_samples(8))).loss.item(), state
+
+
+def size_without_a_loader() -> None:
+    accelerator = make()
+    accelerator.prepare(TWO_LAYERS.build())
+    _ = accelerator.state.megatron_lm_plugin.global_batch_size
+
+
+def test_a_batch_size_that_no_loader_has_told_is_said_to_be_missing() -> None:
+    with pytest.raises(AttributeError, match="sees the DataLoader's batch size"):
+        run_ranks(size_without_a_loader, num_ranks=1)
+
+
+def handed_out() -> tuple[bool, bool, bool]:
+    started = start()
+    accelerator, given = started.accelerator, started.hf_model
+    other = torch.nn.Linear(1, 1)
+    started.model(**next(iter(started.loader)))
+    of_given, of_prepared = (accelerator.get_state_dict(m) for m in (given, started.model))
+    accelerator.end_training()
+    with pytest.raises(TrainingLoopError, match="Save before that call"):
+        accelerator.unwrap_model(given).save_pretrained("nowhere")
+    return (
+        accelerator.unwrap_model(given) is started.model,
+        accelerator.unwrap_model(other) is other,
+        all(torch.equal(of_given[name], value) for name, value in of_prepared.items()),
+    )
+
+
+def test_the_model_that_was_given_to_prepare_stands_for_the_trained_one_until_the_end() -> None:
+    assert run_ranks(handed_out, num_ranks=1) == [(True, True, True)]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -207,15 +207,16 @@ class Accelerator(Checkpoints, Guards, BetweenRanks, HandsOutModel, _Upstream): 
             if not name.startswith("_")
         }
         self._plugin.megatron_lm_default_args = shown
-        self._plugin.micro_batch_size = run.micro_batch_size
-        self._plugin.global_batch_size = run.global_batch_size
+        if run.micro_batch_size is not None:  # else reading them says what is missing
+            self._plugin.micro_batch_size = run.micro_batch_size
+            self._plugin.global_batch_size = run.global_batch_size
         self._plugin.data_parallel_size = run.layout.dp_size
 
     def _prepared(self, item: Any) -> Any:
         if isinstance(item, _PREPARED):
             return item
         if isinstance(item, torch.nn.Module):
-            return self._running.model
+            return self._prepared_of(item)
         if isinstance(item, torch.optim.Optimizer):
             self._optimizers.append(self._running.optimizer)
             return self._running.optimizer

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers.utils.generic import ModelOutput
 
 from accelerate_megatron import engine
-from accelerate_megatron.errors import UnsupportedError
+from accelerate_megatron.errors import TrainingLoopError, UnsupportedError
 from accelerate_megatron.failures import same_on_every_rank
 from accelerate_megatron.faults.watchdog import WAITING
 from accelerate_megatron.generation.generate import GeneratingModel, generate
@@ -257,6 +257,11 @@ class MegatronModel(torch.nn.Module):
 
     @property
     def _ranks(self) -> ModelHolders:
+        if not dist.is_initialized():
+            raise TrainingLoopError(
+                "The process group is gone, over which the ranks would put the model together: "
+                "accelerator.end_training() ends it. Save before that call."
+            )
         return ModelHolders(group=dist.group.WORLD, device=self.session.device)
 
 
