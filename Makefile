@@ -93,7 +93,8 @@ $(DOCS)/installed: pyproject.toml
 
 # What a script writes from the code: its pages and pictures.
 generated: install
-	for script in plugin families errors arguments; do $(BIN)/python docs/write_$$script.py; done
+	for script in plugin families errors arguments; do \
+	    $(BIN)/python docs/write_$$script.py || exit 1; done
 	$(BIN)/python docs/draw.py
 
 # docs/performance.md, measured again: more than an hour of an otherwise idle machine.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 USE_UPSTREAM = "ACCELERATE_USE_MEGATRON_LM"
-"""With this variable set, Accelerate looks for modules that no megatron-core wheel holds."""
+"""With this variable set, Accelerate looks for modules that megatron-core wheels lack."""
 
 LEAVING_SECONDS = 10.0
 """How long a process that ends waits for the threads of its process group."""
