@@ -100,7 +100,8 @@ class KeyValueCache:
         """Begin to read so many more tokens of each row."""
         self.first, self.last = self.last, self.last + num_tokens
         if self.by_distance is not None:
-            self.bias = self.by_distance.narrow(3, self.capacity - self.last, self.last)
+            # A copy: kernels for CUDA read 16 bytes at once, and refuse what begins between.
+            self.bias = self.by_distance.narrow(3, self.capacity - self.last, self.last).clone()
         elif self._hiding is not None:
             self.bias = self._hiding.narrow(3, 0, self.last)
 
@@ -164,7 +165,7 @@ class SelfCache:
         bias = whole.bias
         if start:
             keys, values = (x.narrow(2, start, whole.last - start) for x in (keys, values))
-            bias = None if bias is None else bias[..., start:]
+            bias = None if bias is None else bias[..., start:].clone()  # as in `begin`
         return _one_token(query[0], keys, values, bias, self._scale)
 
     def _keep(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
