@@ -88,6 +88,18 @@ def test_training_equals_plain_pytorch_however_experts_are_run(
     check_weights(ranks[-1].weights, oracle)
 
 
+@SLOW
+def test_a_rank_that_holds_no_row_of_a_parameter_trains_the_others() -> None:
+    # The gate of the shared expert has one row: fully sharded, it is on the first rank alone.
+    model = recipe("qwen2_moe")
+
+    ranks = run(LayoutCase(2, {"use_custom_fsdp": True}), {}, model)
+
+    oracle = expected(model, SGD)
+    check_losses_and_norms(ranks, oracle)
+    check_weights(ranks[-1].weights, oracle)
+
+
 def test_in_bf16_grouped_experts_are_sequential_ones_bit_for_bit() -> None:
     layout = LayoutCase(2, EP2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -135,18 +135,24 @@ def wrap_chunks(chunks: list[torch.nn.Module], run: RunConfig) -> list[torch.nn.
 
 
 def model_shards(chunks: Iterable[torch.nn.Module]) -> list[Shard]:
-    """Return this rank's pieces of the model's parameters, in the order of the model.
-
-    A tied output layer on the last stage appears under the embedding's name. The two
-    halves of a gated MLP's first layer appear as two pieces of one name. The experts of a layer
-    are one parameter, expert below expert, of which each local expert is a piece.
-    """
+    """Return this rank's pieces of the model's parameters, as `shards_of_module` has them."""
     chunks = list(chunks)
     finish_parameter_gather(chunks)
     shards = []
     for chunk in chunks:
         shards += chunk.shards() if isinstance(chunk, FullySharded) else shards_of_module(chunk)
     return shards
+
+
+def named_parameters(
+    chunks: Iterable[torch.nn.Module],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield canonical name and parameter, also where this rank holds no row of it."""
+    for chunk in chunks:
+        if isinstance(chunk, FullySharded):
+            yield from chunk.named()
+        else:
+            yield from ((shard.name, shard.parameter) for shard in shards_of_module(chunk))
 
 
 def parameter_norm(chunks: Iterable[torch.nn.Module]) -> float:

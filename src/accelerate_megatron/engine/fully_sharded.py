@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +54,19 @@ class FullySharded(TorchFullyShardedDataParallel):  # type: ignore[misc]  # mega
 
         With `main_copies`, their data are the optimizer's fp32 copies, where it has some.
         """
-        parameters = dict(innermost(self).named_parameters())
         held = [
-            _held_part(piece, parameters[piece.parameter], main_copies=main_copies)
-            for piece in self._pieces
+            _held_part(piece, parameter, main_copies=main_copies)
+            for piece, parameter in self._split_pieces()
         ]
         return [shard for shard in held if shard is not None]
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield canonical name and parameter, also of those without a row on this rank."""
+        return ((piece.name, parameter) for piece, parameter in self._split_pieces())
+
+    def _split_pieces(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
+        parameters = dict(innermost(self).named_parameters())
+        return ((piece, parameters[piece.parameter]) for piece in self._pieces)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Turn FSDP2's means over ranks into sums where Megatron's wrapper sums.

@@ -23,7 +23,7 @@ from accelerate_megatron.config.run import (
     ScheduleSettings,
 )
 from accelerate_megatron.engine import translate
-from accelerate_megatron.engine.build import model_shards
+from accelerate_megatron.engine.build import named_parameters
 
 
 def build_optimizer(
@@ -34,9 +34,9 @@ def build_optimizer(
     Weights must have been imported: the fp32 copies of bf16 parameters are made here.
     """
     group_of = {
-        id(shard.parameter): settings.group_of[shard.name]
-        for shard in model_shards(chunks)
-        if shard.parameter.requires_grad
+        id(parameter): settings.group_of[name]
+        for name, parameter in named_parameters(chunks)
+        if parameter.requires_grad
     }
     overrides = {
         ParamKey(
