@@ -94,6 +94,15 @@ def test_with_cuda_only_what_is_missing_is_patched():
     }
 
 
+def test_what_the_layers_of_the_spec_need_is_patched_beside_transformer_engine_too():
+    # The layers are Megatron's local ones whatever is installed, and return their bias.
+    with_everything = Surroundings("cuda", INSTALLED, has_transformer_engine=True, has_apex=True)
+
+    needed = patches_of("megatron.core.tensor_parallel.random", with_everything)
+
+    assert [patch.symbol for patch in needed] == ["checkpoint"]
+
+
 def test_on_the_cpu_an_installed_transformer_engine_changes_nothing():
     assert needed_with("cpu", te=True, apex=True) == needed_with("cpu", te=False, apex=False)
 

@@ -92,7 +92,7 @@ PATCHES = (
         module=_RANDOM,
         symbol="checkpoint",
         parameters=("function", "distribute_saved_activations", "args"),
-        when=When.NO_TRANSFORMER_ENGINE,
+        when=When.ALWAYS,
         replace=_checkpoint_that_may_return_parameters,
         why=(
             "a recomputed MLP returns its bias, a Parameter, whose grad_fn autograd overwrites: "
