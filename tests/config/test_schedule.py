@@ -99,6 +99,14 @@ def test_samples_are_counted_by_the_batch() -> None:
     assert schedule.steps_per_update == 16
 
 
+def test_the_dummys_warm_up_counts_where_samples_are_counted() -> None:
+    # 5 batches of one rank are, over 2 x 4 of an update, one update of 16 samples.
+    schedule = resolve(warmup=5, train_samples=800, dp=2, micro=4)
+    asked = resolve(warmup=5, train_samples=800, lr_warmup_samples=0, dp=2, micro=4)
+
+    assert (schedule.warmup_steps, asked.warmup_steps) == (16, 0)
+
+
 def test_the_fraction_is_of_the_samples_too() -> None:
     schedule = resolve(train_samples=800, lr_decay_samples=400, lr_warmup_fraction=0.1)
 

@@ -110,9 +110,14 @@ def _in_updates(plugin: Any, sources: ScheduleSources) -> _Counted:
     if warmup is None and plugin.lr_warmup_fraction is not None:
         warmup = plugin.lr_warmup_fraction * decay
     if warmup is None:
-        warmup = math.ceil(sources.warmup_batches / sources.batches_per_update)
+        warmup = _warmup_updates(sources)
     wsd_decay = _wsd_decay(plugin, sources, "iters")
     return _Counted("updates", total, decay, warmup, wsd_decay, steps_per_update=1)
+
+
+def _warmup_updates(sources: ScheduleSources) -> int:
+    """Return the updates that the dummy's `warmup_num_steps` means."""
+    return math.ceil(sources.warmup_batches / sources.batches_per_update)
 
 
 def _in_samples(plugin: Any, sources: ScheduleSources) -> _Counted:
@@ -128,9 +133,11 @@ def _in_samples(plugin: Any, sources: ScheduleSources) -> _Counted:
                 f"samples. Give {name.replace('iters', 'samples')}, or train_iters."
             )
     decay = plugin.lr_decay_samples or plugin.train_samples
-    warmup = plugin.lr_warmup_samples or 0
-    if plugin.lr_warmup_fraction is not None:
+    warmup = plugin.lr_warmup_samples
+    if warmup is None and plugin.lr_warmup_fraction is not None:
         warmup = plugin.lr_warmup_fraction * decay
+    if warmup is None:
+        warmup = _warmup_updates(sources) * sources.global_batch_size
     wsd_decay = _wsd_decay(plugin, sources, "samples")
     return _Counted(
         "samples", plugin.train_samples, decay, warmup, wsd_decay, sources.global_batch_size
