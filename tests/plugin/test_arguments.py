@@ -71,6 +71,8 @@ def test_a_known_name_without_a_place_is_refused_with_the_reason(
     [
         ({"seed": "many"}, "other_megatron_args: seed is 'many'; it must be a whole number"),
         ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"seed": float("inf")}, "seed is inf; it must be a whole number"),
+        ({"rotary_base": "inf"}, "rotary_base is 'inf'; it must be a number"),
         ({"rotary_base": True}, "rotary_base is True; it must be a number"),
         ({"overlap_grad_reduce": "perhaps"}, "must be one of true"),
         ({"exp_avg_dtype": "fp7"}, "must be one of fp32, bf16, fp16, fp8"),
@@ -97,6 +99,8 @@ def test_values_are_read_by_kind() -> None:
     assert routed.of("run") == {"overlap_grad_reduce": True, "seed": 7}
     assert routed.of("optimizer") == {"exp_avg_dtype": "bf16"}
     assert routed.of("recompute") == {"modules": ("core_attn", "mlp")}
+    long = 2**62 + 1  # which no float is
+    assert route_arguments({"seed": long}).of("run") == {"seed": long}
 
 
 def test_megatrons_names_set_the_plugins_fields() -> None:

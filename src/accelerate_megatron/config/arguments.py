@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from accelerate_megatron.config.argument_refusals import REFUSED
@@ -158,12 +159,14 @@ def _number(value: Any, argument: Argument, where: str) -> float:
     is_whole = argument.kind == "int"
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if isinstance(value, bool) or number != number or (is_whole and number != int(number)):
+    if isinstance(value, bool) or not isfinite(number) or (is_whole and not number.is_integer()):
         wanted = "a whole number" if is_whole else "a number"
         raise ConfigurationError(f"{where} is {value!r}; it must be {wanted}.")
-    return int(number) if is_whole else number
+    if not is_whole:
+        return number
+    return value if isinstance(value, int) else int(number)  # a float has not all of a long one
 
 
 # --- what has to be on for an argument to have an effect ---------------------------------
