@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 
 from accelerate_megatron.config.logging import flops_per_token, peak_tflops
 from accelerate_megatron.errors import ConfigurationError
+from accelerate_megatron.models.bert import bert_shape
 from accelerate_megatron.models.gpt2 import gpt2_shape
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import pad_samples, ragged_samples
+from tests.helpers.tiny_models import TinyModel, pad_samples, ragged_samples
 from tests.training.start import TWO_LAYERS, start
 
 SAMPLES = ragged_samples(8)
@@ -185,6 +187,19 @@ def test_the_work_of_a_token_is_that_of_its_matrices() -> None:
     wanted = 6 * (2 * per_layer + hidden * shape.vocab_size)
 
     assert flops_per_token(shape, length) == pytest.approx(wanted)
+
+
+def test_tokens_of_an_encoder_see_all_others_and_meet_the_head_that_there_is() -> None:
+    shape = bert_shape(TinyModel("bert").build().config)
+    assert shape.encoder is not None
+    hidden, length = shape.hidden_size, 16
+
+    layer = 4 * hidden**2 + 2 * hidden * shape.ffn_hidden_size + 2 * hidden * length
+    heads = {"classification": 0, "masked_lm": hidden * (hidden + shape.vocab_size)}
+    for head, work in heads.items():
+        with_head = replace(shape, encoder=replace(shape.encoder, head=head))
+        wanted = 6 * (shape.num_layers * layer + work)
+        assert flops_per_token(with_head, length) == pytest.approx(wanted), head
 
 
 def test_peaks_are_known_by_name_and_unknown_ones_are_none() -> None:

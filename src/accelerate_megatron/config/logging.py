@@ -61,7 +61,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""Dense 16-bit peak of a device by a part of its name, longer names first.
+"""Dense 16-bit peak of a device by words of its name, longer ones first.
 
 Source: NVIDIA's data sheets, tensor cores with fp32 accumulation and without sparsity.
 """
@@ -81,14 +81,22 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> float:
     pass twice the forward one. Of a causal attention half the scores count; recomputation does
     not, as usual for MFU.
     """
-    # Queries by keys, and weights by values; half of each.
-    channels = (shape.key_channels + shape.kv_channels) // 2
-    projections, scores = _projections(shape), shape.num_attention_heads * channels * seq_length
+    # Queries by keys, and weights by values.
+    channels = shape.key_channels + shape.kv_channels
+    seen = seq_length if shape.encoder is not None else seq_length / 2
+    projections, scores = _projections(shape), shape.num_attention_heads * channels * seen
     layers = sum(
         projections + scores + _mlp_products(shape, layer) for layer in range(shape.num_layers)
     )
-    head = shape.hidden_size * shape.vocab_size
-    return 3 * 2.0 * (layers + head)
+    return 3 * 2.0 * (layers + _head_products(shape))
+
+
+def _head_products(shape: ModelShape) -> int:
+    """Return the multiplications of a token's head; those of whole rows are too few to count."""
+    vocabulary = shape.hidden_size * shape.vocab_size
+    if shape.encoder is None:
+        return vocabulary
+    return (vocabulary + shape.hidden_size**2) if shape.encoder.has_vocabulary_head else 0
 
 
 def _projections(shape: ModelShape) -> int:
