@@ -7,12 +7,15 @@ Megatron's global state for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from accelerate_megatron.config.layout import Layout
+
+_MINUTE = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,17 @@ class Ranks:
         return self.pp_rank == self.pp_size - 1
 
 
-def start_groups(layout: Layout, chunks_per_stage: int | None) -> Ranks:
+def start_groups(
+    layout: Layout, chunks_per_stage: int | None, timeout: timedelta | None = None
+) -> Ranks:
     """Build all process groups. Every rank calls it, once per job, before building a model.
 
     Args:
         layout: The sizes of the axes.
         chunks_per_stage: Model chunks on each stage under interleaved 1F1B, else None.
+        timeout: How long ranks wait for each other in them; None: Megatron's half an hour.
     """
+    waiting = {} if timeout is None else {"distributed_timeout_minutes": timeout / _MINUTE}
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -65,8 +72,9 @@ def start_groups(layout: Layout, chunks_per_stage: int | None) -> Ranks:
         virtual_pipeline_model_parallel_size=chunks_per_stage,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
+        **waiting,
     )
-    replica_group, all_replicas = _replica_groups(layout)
+    replica_group, all_replicas = _replica_groups(layout, timeout)
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     return Ranks(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -87,7 +95,7 @@ def start_groups(layout: Layout, chunks_per_stage: int | None) -> Ranks:
 
 
 def _replica_groups(
-    layout: Layout,
+    layout: Layout, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...]]:
     """Make one group for each data-parallel replica; return this rank's, and all members.
 
@@ -100,7 +108,7 @@ def _replica_groups(
         tuple(rank for rank, place in enumerate(places) if place == replica)
         for replica in range(layout.dp_size)
     )
-    groups = [dist.new_group(list(ranks)) for ranks in members]
+    groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in members]
     return groups[mine], members
 
 

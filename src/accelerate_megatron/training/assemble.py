@@ -66,8 +66,11 @@ class Assembly:
         run = resolved.run
         if "seed" not in plugin.routed_arguments.of("run"):
             run = replace(run, seed=_seed_of_first_rank())
+        handler = accelerator.init_handler
         self.ranks = engine.start_groups(
-            run.layout, run.layout.chunks_per_stage(run.shape.num_layers)
+            run.layout,
+            run.layout.chunks_per_stage(run.shape.num_layers),
+            timeout=handler and handler.timeout,
         )
         self.step_arguments = StepArguments(accelerator, {**resolved.view, "seed": run.seed})
         step = _alike(lambda: self._train_step(accelerator, plugin, run))  # before the weights
