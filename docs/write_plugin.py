@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from generated import write_or_check
+from plugin_effects import EFFECTS
 
-from accelerate_megatron.config.plugin_effects import EFFECTS
 from accelerate_megatron.config.plugin_fields import FIELDS, PluginField
 
 FILE = Path(__file__).with_name("plugin.md")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate_megatron import Accelerator, MegatronLMPlugin
-from accelerate_megatron.config.plugin_effects import EFFECTS
 from accelerate_megatron.config.plugin_fields import FIELDS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import (
@@ -25,6 +25,7 @@ from tests.helpers.tiny_models import (
 from tests.training.start import TWO_LAYERS, TWO_LLAMA_LAYERS, hf_loss, start, weights_of
 
 TESTS = Path(__file__).resolve().parents[1]
+EFFECTS = runpy.run_path(str(TESTS.parent / "docs" / "plugin_effects.py"))["EFFECTS"]
 SAMPLES = ragged_samples(8)
 BATCH = pad_samples(SAMPLES)
 GPT2 = TinyModel("gpt2")

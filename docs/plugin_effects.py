@@ -1,7 +1,7 @@
 """What each field of the plugin is seen to do in a run, and the test that sees it.
 
-For docs/plugin.md. A field that acts has an entry; tests/plugin/test_effects.py checks that, and
-that the tests exist. A test is named FILE::FUNCTION, from the folder `tests`.
+What docs/plugin.md has of them. A field that acts has an entry; tests/plugin/test_effects.py checks
+that, and that the tests exist. A test is named FILE::FUNCTION, from the folder `tests`.
 """
 
 from __future__ import annotations
