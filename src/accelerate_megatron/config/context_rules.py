@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate_megatron.config.nearest import divisors, either
 from accelerate_megatron.models.shape import ModelShape
 
 CP_COMM_TYPES = ("all_gather", "a2a")
@@ -67,11 +68,10 @@ def _ulysses_problems(shape: ModelShape, cp_size: int, tp_size: int, world_size:
     listed = " and ".join(f"{number} {what}" for what, number in bad.items())
     working = [
         cp
-        for cp in range(1, world_size // tp_size + 1)
-        if world_size % (tp_size * cp) == 0
-        and all(number % (tp_size * cp) == 0 for number in heads.values())
+        for cp in divisors(world_size // tp_size)
+        if all(number % (tp_size * cp) == 0 for number in heads.values())
     ]
-    choices = " or ".join(str(cp) for cp in working) or "no number"
+    choices = either(working)
     return [
         f"cp_comm_type='a2a' gives each rank whole heads, so tp_degree={tp_size} x "
         f"context_parallel_size={cp_size} = {tp_size * cp_size} must divide the model's {listed}. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accelerate_megatron.config.context_rules import sequence_length_problem
+from accelerate_megatron.config.nearest import either
 from accelerate_megatron.errors import UnsupportedError
 from accelerate_megatron.models.shape import ModelShape
 
@@ -60,7 +61,7 @@ def encoder_decoder_problems(
         if num_encoder_layers % split == 0 and num_decoder_layers % (pp_size - split) == 0
     ]
     choices = (
-        f"With pp_degree={pp_size} it can be {' or '.join(map(str, working))}."
+        f"With pp_degree={pp_size} it can be {either(working)}."
         if working
         else f"With pp_degree={pp_size} no number works: set pp_degree to 2 and {SPLIT} to 1."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate_megatron.config.nearest import divisors, either
 from accelerate_megatron.models.experts import Experts
 from accelerate_megatron.models.shape import ModelShape
 
@@ -22,8 +23,8 @@ def expert_world_problems(
     stage = world_size // pp_size
     fitting = ", ".join(
         f"{ep} x {stage_part}"
-        for ep in _divisors(stage)
-        for stage_part in _divisors(stage // ep)
+        for ep in divisors(stage)
+        for stage_part in divisors(stage // ep)
         if ep * stage_part > 1
     )
     return [
@@ -61,13 +62,13 @@ def _size_problems(experts: Experts, ep_size: int, etp_size: int) -> list[str]:
     if experts.num_experts % ep_size:
         problems.append(
             f"expert_model_parallel_size={ep_size} must divide the model's {experts.num_experts} "
-            f"experts; it can be {_listed(_divisors(experts.num_experts))}."
+            f"experts; it can be {either(divisors(experts.num_experts))}."
         )
     if experts.ffn_hidden_size % etp_size:
         problems.append(
             f"expert_tensor_parallel_size={etp_size} must divide the {experts.ffn_hidden_size} "
             "feed-forward channels of an expert; it can be "
-            f"{_listed(_divisors(experts.ffn_hidden_size)[:8])}."
+            f"{either(divisors(experts.ffn_hidden_size)[:8])}."
         )
     return problems
 
@@ -89,13 +90,5 @@ def _shared_problems(experts: Experts, tp_size: int) -> list[str]:
         return []
     return [
         f"tp_degree={tp_size} must divide the {channels} feed-forward channels of the shared "
-        f"expert; it can be {_listed(_divisors(channels)[:8])}."
+        f"expert; it can be {either(divisors(channels)[:8])}."
     ]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _listed(choices: list[int]) -> str:
-    return " or ".join(str(choice) for choice in choices)

@@ -93,7 +93,7 @@ class IndexedData:
     split: str | None
     seq_length: int
     micro_batch_size: int
-    seed: int = 1234
+    seed: int = DEFAULT_SEED
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False

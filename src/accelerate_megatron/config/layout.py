@@ -14,7 +14,7 @@ from accelerate_megatron.config.encoder_decoder_rules import (
     stages_of_stacks,
 )
 from accelerate_megatron.config.expert_rules import expert_model_problems, expert_world_problems
-from accelerate_megatron.config.nearest import divisors, nearest_layouts, nearest_multiples
+from accelerate_megatron.config.nearest import divisors, either, nearest_layouts, nearest_multiples
 from accelerate_megatron.config.pipeline_rules import (
     interleaving_problems,
     pipeline_problems,
@@ -186,7 +186,7 @@ class Layout:
         working = [tp for tp in divisors(self.world_size) if not _sizes_not_divided(shape, tp)]
         return [
             f"tp_degree={self.tp_size} must divide each of the model's sizes, and it does not "
-            f"divide {listed}. On {self.world_size} ranks, tp_degree can be {_either(working)}."
+            f"divide {listed}. On {self.world_size} ranks, tp_degree can be {either(working)}."
         ]
 
     def _pipeline_problems(self, shape: ModelShape, num_micro_batches: int) -> list[str]:
@@ -255,7 +255,3 @@ def _sizes_not_divided(shape: ModelShape, tp_size: int) -> dict[str, int]:
     else:
         sizes["key and value channels"] = 2 * groups * shape.kv_channels
     return {what: size for what, size in sizes.items() if size % tp_size}
-
-
-def _either(choices: list[int]) -> str:
-    return " or ".join(str(choice) for choice in choices) if choices else "no number"

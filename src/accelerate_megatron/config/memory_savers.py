@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate_megatron.config.layout import Layout
+from accelerate_megatron.config.nearest import either
 from accelerate_megatron.models.shape import ModelShape
 
 
@@ -86,7 +87,7 @@ def recompute_layer_problems(plugin: Any, layout: Layout, shape: ModelShape) -> 
     return [
         f"recompute_num_layers={number} with recompute_method='uniform' must divide the "
         f"{' and the '.join(str(n) for n in sorted(set(stages)))} layers of a {where} into equal "
-        f"units; it can be {' or '.join(str(n) for n in working)}."
+        f"units; it can be {either(working)}."
     ]
 
 

@@ -61,6 +61,11 @@ def degrees(world_size: int, num_experts: int | None) -> Iterator[Degrees]:
                 yield Degrees(tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
 
 
+def either(choices: Iterable[int]) -> str:
+    """Return "1 or 2 or 4", or "no number"."""
+    return " or ".join(str(choice) for choice in choices) or "no number"
+
+
 def nearest_multiples(number: int, size: int) -> str:
     """Return the multiples of `size` around `number`, "4 or 8"."""
     below, above = number // size * size, -(-number // size) * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from accelerate_megatron.config.nearest import divisors, either
 
 
 def stage_layers(num_layers: int, *, pp_size: int, last_stage_layers: int | None) -> list[int]:
@@ -32,14 +32,13 @@ def pipeline_problems(
     if last_stage_layers is None:
         if num_layers % pp_size == 0:
             return []
-        degrees = [pp for pp in range(1, world_size + 1) if world_size % pp == 0]
-        degrees = [pp for pp in degrees if num_layers % pp == 0]
+        degrees = [pp for pp in divisors(world_size) if num_layers % pp == 0]
         uneven = (
-            f", or set decoder_last_pipeline_num_layers to {_either(working)}" if working else ""
+            f", or set decoder_last_pipeline_num_layers to {either(working)}" if working else ""
         )
         return [
             f"pp_degree={pp_size} must divide the model's {num_layers} layers. On {world_size} "
-            f"ranks, pp_degree can be {_either(degrees)}{uneven}."
+            f"ranks, pp_degree can be {either(degrees)}{uneven}."
         ]
     if pp_size == 1:
         return [
@@ -81,7 +80,7 @@ def interleaving_problems(
         problems.append(
             f"num_layers_per_virtual_pipeline_stage={size} must divide the {per_stage} "
             f"layers of a stage ({_origin(num_layers, pp_size, last_stage_layers)}) into "
-            f"two chunks or more; it can be {_either(working)}."
+            f"two chunks or more; it can be {either(working)}."
         )
     elif stages[-1] % chunks:
         problems.append(
@@ -110,7 +109,3 @@ def _origin(num_layers: int, pp_size: int, last_stage_layers: int | None) -> str
 def _listed(num_layers: int, pp_size: int, last: int) -> str:
     stages = stage_layers(num_layers, pp_size=pp_size, last_stage_layers=last)
     return "+".join(str(layers) for layers in stages)
-
-
-def _either(choices: Sequence[int]) -> str:
-    return " or ".join(str(choice) for choice in choices) if choices else "no number"
