@@ -6,17 +6,12 @@ import copy
 import importlib
 import inspect
 import logging
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate_megatron.engine.versions import Version, core_folder, read_version
 from tests.helpers.ranks import run_ranks
-
-INSTALLED = read_version(core_folder())
 
 
 def megatron(name: str) -> Any:
@@ -214,41 +209,6 @@ def test_pytorchs_fsdp_wrapper_takes_what_finalize_model_grads_passes():
 def _parameters_of_finish_grad_sync() -> list[str]:
     wrapper = megatron("distributed").TorchFullyShardedDataParallel
     return list(inspect.signature(wrapper.finish_grad_sync).parameters)
-
-
-@dataclass
-class ReduceConfig:
-    average_in_collective: bool = False
-    gradient_reduce_div_fusion: bool = True
-
-
-def scaled_gradients() -> list[tuple[str, torch.Tensor]]:
-    buffers = megatron("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
-    results = []
-    for factor in (None, 0.5):
-        gradient = torch.ones(3)
-        operation = buffers.gradient_reduce_preprocessing(gradient, factor, ReduceConfig())
-        results.append((str(operation), gradient))
-    return results
-
-
-def test_megatrons_fsdp_scales_before_a_plain_sum():
-    (plain, unscaled), (scaled, halved) = on_one_rank(scaled_gradients)
-
-    assert plain == scaled
-    assert "SUM" in plain
-    assert torch.equal(unscaled, torch.ones(3))
-    assert torch.equal(halved, torch.full((3,), 0.5))
-
-
-@pytest.mark.skipif(Version(0, 18, 0) <= INSTALLED, reason="0.18 compares the class's name")
-def test_a_linear_layer_can_be_asked_whether_it_is_transformer_engines():
-    assert on_one_rank(_is_te_linear) is False
-
-
-def _is_te_linear() -> bool:
-    adapter = megatron("distributed.fsdp.mcore_fsdp_adapter")
-    return isinstance(torch.nn.Linear(1, 1), adapter.TELinear)
 
 
 # --- optimizer state on the host ------------------------------------------------------------
