@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from accelerate_megatron.config.run import RunConfig
-from accelerate_megatron.engine.cross_entropy import vocabulary_cross_entropy
+from accelerate_megatron.engine.cross_entropy import token_losses
 from accelerate_megatron.engine.encoder_heads import LanguageHead, Pooler, all_tokens
 from accelerate_megatron.engine.encoder_layers import EncoderEmbedding, encoder_block_spec
 from accelerate_megatron.engine.model_config import ModelConfig
@@ -133,7 +133,7 @@ class BertChunk(LanguageModule):  # type: ignore[misc]  # megatron is untyped
         if self.frequencies is None:
             return None
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return row_embeddings(positions, self.frequencies.to(input_ids.device), interleaved=False)
+        return row_embeddings(positions, self.frequencies.to(input_ids.device))
 
     def _heads(self, states: torch.Tensor, labels: torch.Tensor | None) -> Any:
         kind = self.kind
@@ -149,24 +149,10 @@ class BertChunk(LanguageModule):  # type: ignore[misc]  # megatron is untyped
         logits, _ = self.output_layer(self.lm_head(states), weight=weight)
         if labels is None:
             return logits.transpose(0, 1).contiguous(), sentence_logits
-        return self.compute_language_model_loss(labels, logits), sentence_logits
-
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the loss per token, fp32 [b, s].
-
-        Args:
-            labels: Token ids, [b, s].
-            logits: This rank's columns, [s, b, padded vocabulary / tp].
-        """
-        loss = vocabulary_cross_entropy(
-            logits,
-            labels.transpose(0, 1),
-            vocab_size=self.real_vocab_size,
-            tp_group=self.pg_collection.tp,
+        loss = token_losses(
+            logits, labels, vocab_size=self.real_vocab_size, tp_group=self.pg_collection.tp
         )
-        return loss.transpose(0, 1).contiguous()
+        return loss, sentence_logits
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what Megatron saves; its own method of language models wants an output layer."""

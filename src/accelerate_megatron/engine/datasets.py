@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +32,8 @@ _INDICES = ("document_index", "sample_index", "shuffle_index")
 
 
 @dataclass
-class CheckedConfig(GPTDatasetConfig):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's settings of a dataset, and what is known of its files.
+class CheckedFiles:
+    """What is known of the files of a dataset, besides Megatron's settings.
 
     Attributes:
         cache_folder: Where sample indices are kept; "" keeps none, None: next to each dataset.
@@ -42,6 +42,11 @@ class CheckedConfig(GPTDatasetConfig):  # type: ignore[misc]  # megatron is unty
 
     cache_folder: str | None = None
     checksums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class CheckedConfig(CheckedFiles, GPTDatasetConfig):  # type: ignore[misc]  # megatron is untyped
+    """Megatron's settings of causal samples."""
 
 
 class CheckedGPTDataset(GPTDataset):  # type: ignore[misc]  # megatron is untyped
@@ -103,22 +108,17 @@ class _Tokens:
         return {}
 
 
-def build_gpt_datasets(data: IndexedData, *, checks_tokens: bool = True) -> list[Any]:
+def build_gpt_datasets(data: IndexedData) -> list[Any]:
     """Return the datasets of train, validation and test; None for a split without a share.
 
     Communicates with nobody. Element i of a dataset is a dict of Megatron's keys: tokens,
     labels (those of the next tokens), loss_mask, position_ids, each [s].
 
-    Args:
-        data: The settings.
-        checks_tokens: Whether to read all token ids once, to compare them with the vocabulary;
-            what was found is remembered next to the indices.
-
     Raises:
         DataFileError: A file is damaged, or holds ids beyond the vocabulary.
         ConfigurationError: A split has a share, but less data than one sequence.
     """
-    indices = checked_indices(data, vocab_size=data.vocab_size, checks_tokens=checks_tokens)
+    indices = checked_indices(data, vocab_size=data.vocab_size)
     config = _config(data, {prefix: index.checksum for prefix, index in indices.items()})
     _check_parts(data, indices, config)
     builder = LocalBuilder(CheckedGPTDataset, list(data.sizes), lambda: True, config)
@@ -133,15 +133,14 @@ def cache_folder(prefix: str, folder: str | None) -> Path | None:
     return Path(folder) if folder else None
 
 
-def checked_indices(
-    data: IndexedData, *, vocab_size: int | None, checks_tokens: bool = True
-) -> dict[str, Index]:
+def checked_indices(data: IndexedData, *, vocab_size: int | None) -> dict[str, Index]:
     """Return the checked .idx file of each prefix that a split takes samples from.
+
+    All token ids are read once; what was found is remembered next to the indices.
 
     Args:
         data: The settings.
         vocab_size: Ids from here on are refused; None: none are.
-        checks_tokens: Whether ids are looked at.
 
     Raises:
         DataFileError: A file is damaged, or holds ids beyond the vocabulary.
@@ -149,9 +148,8 @@ def checked_indices(
     blends = [blend for blend in (data.blend, *data.blends) if blend is not None]
     prefixes = list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
     indices = {prefix: read_index(prefix) for prefix in prefixes}
-    if checks_tokens:
-        for prefix, index in indices.items():
-            _check_ids(index, vocab_size, cache_folder(prefix, data.cache))
+    for prefix, index in indices.items():
+        _check_ids(index, vocab_size, cache_folder(prefix, data.cache))
     return indices
 
 
@@ -218,24 +216,38 @@ def _check_ids(index: Index, vocab_size: int | None, folder: Path | None) -> Non
 def _check_parts(data: IndexedData, indices: dict[str, Index], config: CheckedConfig) -> None:
     """Refuse a split with a share that has less than one sequence in any of its datasets."""
     problems = []
+    sizes = {prefix: len(index.lengths) for prefix, index in indices.items()}
+    for name, prefix, first, last in parts_of_splits(data, config, sizes):
+        tokens = int(indices[prefix].lengths[first:last].sum(dtype=np.int64))
+        if tokens < data.seq_length + 1:
+            problems.append(
+                f"{with_suffix(prefix, IDX)}: the {name} split gets {last - first} of "
+                f"{sizes[prefix]} sequences with {tokens} tokens, but one sample has seq_length "
+                f"+ 1 = {data.seq_length + 1}. {_way_out(name, data)}"
+            )
+    if problems:
+        raise ConfigurationError.of(problems)
+
+
+def parts_of_splits(
+    data: IndexedData, config: Any, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yield each split that has a share, a prefix of it, and from where to where it is taken.
+
+    Args:
+        data: The settings.
+        config: The same in Megatron's terms.
+        sizes: How much each prefix has of what is shared out: sequences, or documents.
+    """
     for number, name in enumerate(SPLITS):
         blend = data.blend or data.blends[number]
         bounds = (0.0, 1.0) if data.blend is None else config.split_matrix[number]
         if blend is None or bounds is None:
             continue
         for prefix in blend.prefixes:
-            lengths = indices[prefix].lengths
             # As Megatron rounds: megatron-core 0.16.1, BlendedMegatronDatasetBuilder.
-            first, last = (round(bound * len(lengths)) for bound in bounds)
-            tokens = int(lengths[first:last].sum(dtype=np.int64))
-            if tokens < data.seq_length + 1:
-                problems.append(
-                    f"{with_suffix(prefix, IDX)}: the {name} split gets {last - first} of "
-                    f"{len(lengths)} sequences with {tokens} tokens, but one sample has seq_length "
-                    f"+ 1 = {data.seq_length + 1}. {_way_out(name, data)}"
-                )
-    if problems:
-        raise ConfigurationError.of(problems)
+            first, last = (round(bound * sizes[prefix]) for bound in bounds)
+            yield name, prefix, first, last
 
 
 def _way_out(name: str, data: IndexedData) -> str:

@@ -6,7 +6,7 @@ indices are kept: it writes them on global rank 0 while the others read them, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,15 @@ from megatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDatasetConfig,
 )
 
-from accelerate_megatron.config.indexed_data import SPLITS, IndexedData
+from accelerate_megatron.config.indexed_data import IndexedData
 from accelerate_megatron.config.masked_data import Vocabulary
 from accelerate_megatron.engine.datasets import (
+    CheckedFiles,
     LocalBuilder,
     blend_settings,
     cache_folder,
     checked_indices,
+    parts_of_splits,
     without_cache_warnings,
 )
 from accelerate_megatron.errors import ConfigurationError
@@ -59,19 +61,13 @@ class _Tokenizer:
 
 
 @dataclass
-class CheckedBertConfig(BERTMaskedWordPieceDatasetConfig):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's settings, and what is known of the files; see `datasets.CheckedConfig`."""
-
-    cache_folder: str | None = None
-    checksums: dict[str, int] = field(default_factory=dict)
+class CheckedBertConfig(CheckedFiles, BERTMaskedWordPieceDatasetConfig):  # type: ignore[misc]  # megatron is untyped
+    """Megatron's settings for masked language models."""
 
 
 @dataclass
-class CheckedT5Config(T5MaskedWordPieceDatasetConfig):  # type: ignore[misc]  # megatron is untyped
-    """Megatron's settings, and what is known of the files; see `datasets.CheckedConfig`."""
-
-    cache_folder: str | None = None
-    checksums: dict[str, int] = field(default_factory=dict)
+class CheckedT5Config(CheckedFiles, T5MaskedWordPieceDatasetConfig):  # type: ignore[misc]  # megatron is untyped
+    """Megatron's settings for span corruption."""
 
 
 class _Checked(MaskedWordPieceDataset):  # type: ignore[misc]  # megatron is untyped
@@ -213,23 +209,15 @@ def _check_parts(data: IndexedData, indices: dict[str, Index], config: Any) -> N
     """Refuse a split with a share but no document to use: Megatron would look for one for ever."""
     problems = []
     least = _masked(data).min_sentences
-    for number, name in enumerate(SPLITS):
-        blend = data.blend or data.blends[number]
-        bounds = (0.0, 1.0) if data.blend is None else config.split_matrix[number]
-        if blend is None or bounds is None:
-            continue
-        for prefix in blend.prefixes:
-            index = indices[prefix]
-            # As Megatron rounds: megatron-core 0.16.1, BlendedMegatronDatasetBuilder.
-            first, last = (round(bound * index.num_documents) for bound in bounds)
-            usable = _usable_documents(index, first, last, least)
-            if not usable:
-                problems.append(
-                    f"{with_suffix(prefix, IDX)}: the {name} split gets {last - first} of "
-                    f"{index.num_documents} documents, none of which has {least} sequence(s) or "
-                    f"more of {_LONGEST_SENTENCE} tokens at most. Build documents of sentences, "
-                    "as lists of texts in JSON lines; or give the split more of them, or none (0)."
-                )
+    sizes = {prefix: index.num_documents for prefix, index in indices.items()}
+    for name, prefix, first, last in parts_of_splits(data, config, sizes):
+        if not _usable_documents(indices[prefix], first, last, least):
+            problems.append(
+                f"{with_suffix(prefix, IDX)}: the {name} split gets {last - first} of "
+                f"{sizes[prefix]} documents, none of which has {least} sequence(s) or "
+                f"more of {_LONGEST_SENTENCE} tokens at most. Build documents of sentences, "
+                "as lists of texts in JSON lines; or give the split more of them, or none (0)."
+            )
     if problems:
         raise ConfigurationError.of(problems)
 

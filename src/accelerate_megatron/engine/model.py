@@ -73,11 +73,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]  # megatron is untyped
         made: tuple[Any, ...] = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if made[1] is None or position_ids is None or self._are_counted(position_ids):
             return made
-        rotary = self.rotary_pos_emb
-        angles = row_embeddings(
-            position_ids, rotary.inv_freq, interleaved=rotary.rotary_interleaved
-        )
-        return (made[0], angles, *made[2:])
+        return (made[0], row_embeddings(position_ids, self.rotary_pos_emb.inv_freq), *made[2:])
 
     def _are_counted(self, position_ids: torch.Tensor) -> bool:
         """Say whether this rank's positions, [b, s], are 0, 1, 2, ... of the whole sequence."""

@@ -37,9 +37,7 @@ def inverse_frequencies(rope_parameters: Mapping[str, Any], channels: int) -> to
     return frequencies
 
 
-def row_embeddings(
-    position_ids: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool
-) -> torch.Tensor:
+def row_embeddings(position_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     """Return the angles by which Megatron turns each token, fp32 [s, b, 1, channels].
 
     Megatron's own are [s, 1, 1, channels], one for each place in the sequence.
@@ -47,14 +45,9 @@ def row_embeddings(
     Args:
         position_ids: The position of each token, [b, s].
         frequencies: Inverse frequencies, [channels / 2].
-        interleaved: Whether the two channels of a pair are neighbours.
     """
     angles = position_ids.t().to(frequencies.dtype)[..., None] * frequencies
-    if interleaved:
-        both = torch.stack((angles, angles), dim=-1).flatten(-2)
-    else:
-        both = torch.cat((angles, angles), dim=-1)
-    return both[:, :, None, :]
+    return torch.cat((angles, angles), dim=-1)[:, :, None, :]
 
 
 def _llama3(frequencies: torch.Tensor, numbers: Mapping[str, Any]) -> torch.Tensor:

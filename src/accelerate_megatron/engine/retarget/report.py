@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate_megatron.engine.patches import PATCHES, Surroundings
 from accelerate_megatron.engine.retarget.rewriting import Hit, may_match, rewrite
-from accelerate_megatron.engine.retarget.rules import RULES
 from accelerate_megatron.engine.versions import core_folder, read_version
 
 
@@ -37,16 +35,6 @@ class Rewrite:
     rule: str
     before: str
     after: str
-
-
-@dataclass(frozen=True)
-class RuleSummary:
-    """One rewrite rule, in words, and how often it matches in the installed version."""
-
-    name: str
-    rewrites: str
-    why: str
-    num_hits: int
 
 
 @dataclass(frozen=True)
@@ -94,12 +82,6 @@ def rewrites(folder: Path | None = None) -> list[Rewrite]:
                 )
             )
     return found
-
-
-def rules(folder: Path | None = None) -> list[RuleSummary]:
-    """Return the rewrite rules with their number of hits in `folder`; see `rewrites`."""
-    count = Counter(hit.rule.name for _, _, hits in _hits(folder) for hit in hits)
-    return [RuleSummary(rule.name, rule.rewrites, rule.why, count[rule.name]) for rule in RULES]
 
 
 def patches(device_type: str) -> list[PatchSummary]:
