@@ -10,7 +10,7 @@ import torch
 
 from accelerate_megatron.config.plugin_fields import TRUE_WORDS
 from accelerate_megatron.engine.hook import PACKAGE, RetargetFinder
-from accelerate_megatron.engine.patches import Surroundings, patches_of
+from accelerate_megatron.engine.patches import Surroundings, When, patches_of
 from accelerate_megatron.engine.retarget.expected_hits import EXPECTED_HITS
 from accelerate_megatron.engine.versions import check_version, core_folder, read_version
 from accelerate_megatron.errors import EngineError
@@ -70,21 +70,21 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() and not wants_cpu else "cpu"
 
 
+def _surroundings() -> Surroundings | None:
+    finders = (finder for finder in sys.meta_path if isinstance(finder, RetargetFinder))
+    return next((finder.surroundings for finder in finders), None)
+
+
 def active_device() -> str | None:
     """Return the device type the engine was activated for, or None."""
-    for finder in sys.meta_path:
-        if isinstance(finder, RetargetFinder):
-            return finder.surroundings.device_type
-    return None
+    surroundings = _surroundings()
+    return None if surroundings is None else surroundings.device_type
 
 
 def has_transformer_engine() -> bool:
     """Return whether Megatron-Core runs with Transformer Engine here: installed, and on CUDA."""
-    for finder in sys.meta_path:
-        if isinstance(finder, RetargetFinder):
-            surroundings = finder.surroundings
-            return surroundings.device_type == "cuda" and surroundings.has_transformer_engine
-    return False
+    surroundings = _surroundings()
+    return surroundings is not None and not surroundings.are(When.NO_TRANSFORMER_ENGINE)
 
 
 def _check_not_imported_before(surroundings: Surroundings) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
@@ -38,6 +37,7 @@ from accelerate_megatron.engine.optimizer_state import (
     optimizer_entries_to_load,
     optimizer_entries_to_share,
 )
+from accelerate_megatron.engine.shards import sharded_state
 from accelerate_megatron.engine.wrapping import finish_parameter_gather, innermost
 
 
@@ -223,15 +223,11 @@ def _model_entries(
     chunks: list[torch.nn.Module], *, has_stacked_layers: bool = False
 ) -> dict[str, Any]:
     """Return chunk and local name -> entry of a tensor of the model, each with its parameter."""
-    metadata = {
-        "non_homogeneous_layers": not has_stacked_layers,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
     refuse_split_parameters(chunks)
     finish_parameter_gather(chunks)
     entries: dict[str, Any] = {}
     for index, chunk in enumerate(chunks):
-        state = innermost(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        state = sharded_state(innermost(chunk), has_stacked_layers=has_stacked_layers)
         for name, entry in _leaves(state, str(index)):
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
                 entries[name] = entry
@@ -241,8 +237,8 @@ def _model_entries(
 
 
 def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict):
-        for key, value in state.items():
+    if isinstance(state, (dict, list, tuple)):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _leaves(value, f"{name}.{key}")
     else:
         yield name, state
@@ -253,19 +249,9 @@ def _split(entries: list[Any]) -> dict[str, list[ShardedTensor]]:
     state: dict[str, Any] = {str(index): entry for index, entry in enumerate(entries)}
     apply_factories(state)
     pieces: dict[str, list[ShardedTensor]] = {}
-    for _, piece in _flat(state):
+    for _, piece in _leaves(state, ""):
         pieces.setdefault(piece.key, []).append(piece)
     return pieces
-
-
-def _flat(state: Any) -> Iterator[tuple[None, ShardedTensor]]:
-    if isinstance(state, dict):
-        state = list(state.values())
-    if isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _flat(value)
-    else:
-        yield None, state
 
 
 def _is_main_parameter(name: str) -> bool:

@@ -154,8 +154,4 @@ class LatentSelfAttention(Attention):  # type: ignore[misc]  # megatron is untyp
 def use_latent_attention(layer: ModuleSpec) -> None:
     """Give a layer's spec latent attention in place of its own."""
     layer.submodules.self_attention.module = LatentSelfAttention
-    layer.submodules.sharded_state_dict_keys_map = {
-        old: new
-        for old, new in layer.submodules.sharded_state_dict_keys_map.items()
-        if old != NORM_BEFORE_ATTENTION
-    }
+    layer.submodules.sharded_state_dict_keys_map.pop(NORM_BEFORE_ATTENTION)

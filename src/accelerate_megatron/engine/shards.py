@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -49,13 +50,9 @@ def shards_of_module(chunk: torch.nn.Module, *, is_split: bool = False) -> list[
         is_split: Whether each data-parallel rank will keep some rows only, so that all of
             them speak for what they have.
     """
-    metadata = {
-        "non_homogeneous_layers": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
     module = innermost(chunk)
     parameters = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    state = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    state = sharded_state(module)
     apply_factories(state)
     return [
         _shard(piece, parameters[local_name], is_split)
@@ -63,6 +60,22 @@ def shards_of_module(chunk: torch.nn.Module, *, is_split: bool = False) -> list[
         for piece in (value if isinstance(value, list) else [value])
         if isinstance(piece, ShardedTensor)
     ]
+
+
+def sharded_state(module: torch.nn.Module, *, has_stacked_layers: bool = False) -> dict[str, Any]:
+    """Return Megatron's entries of a model's tensors by local name; nothing communicates.
+
+    Args:
+        module: The model of a chunk, without wrappers.
+        has_stacked_layers: Whether layers that are alike are one tensor, with a dimension for the
+            layer in front.
+    """
+    metadata = {
+        "non_homogeneous_layers": not has_stacked_layers,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    return state
 
 
 def _shard(piece: ShardedTensor, parameter: torch.Tensor, is_split: bool) -> Shard:
