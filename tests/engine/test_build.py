@@ -108,6 +108,23 @@ def test_the_halves_of_a_gated_layer_are_two_pieces_gate_first() -> None:
     ]
 
 
+def counts_beyond_bf16() -> list[float]:
+    started = start(
+        TinyModel("glm4_moe"),
+        mixed_precision="bf16",
+        other_megatron_args={"moe_router_bias_update_rate": 0.001},
+    )
+    counted = [b for n, b in started.model.named_buffers() if n.endswith("tokens_per_expert")]
+    return [float(buffer.fill_(256).add_(1).max()) for buffer in counted]
+
+
+def test_routers_count_every_token_in_bf16_too() -> None:
+    (counts,) = run_ranks(counts_beyond_bf16, num_ranks=1)
+
+    assert counts
+    assert set(counts) == {257.0}
+
+
 def trainable() -> dict[str, bool]:
     frozen = TinyOptimizer("sgd", {"lr": 0.1}, frozen=("wte", "ln_"))
     started = start(optimizer=frozen)

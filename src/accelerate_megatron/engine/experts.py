@@ -144,22 +144,19 @@ def use_experts(layer: TransformerLayerSubmodules, settings: ExpertSettings) -> 
     if settings.grouped:
         submodules.experts = grouped(submodules.experts)
     layer.mlp = spec
-    layer.sharded_state_dict_keys_map = {
-        old: new
-        for old, new in layer.sharded_state_dict_keys_map.items()
-        if old != NORM_OF_DENSE_LAYERS
-    }
+    layer.sharded_state_dict_keys_map.pop(NORM_OF_DENSE_LAYERS)
 
 
 def keep_routers_in_fp32(chunk: torch.nn.Module) -> None:
-    """Undo the cast to bf16 for the routers' weights and biases of a chunk.
+    """Undo the cast to bf16 for the routers' weights, biases and counts of a chunk.
 
-    A token's experts hang on small differences of scores.
+    A token's experts hang on small differences of scores. The correction bias moves by the counts
+    of tokens, which bf16 would round from 256 on.
     """
     for router in routers(chunk):
-        router.weight.data = router.weight.data.float()
-        if router.expert_bias is not None:
-            router.expert_bias.data = router.expert_bias.data.float()
+        for kept in (router.weight, router.expert_bias, router.local_tokens_per_expert):
+            if kept is not None:
+                kept.data = kept.data.float()
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
