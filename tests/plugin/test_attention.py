@@ -55,6 +55,15 @@ def test_unfused_attention_keeps_the_scores_and_gives_the_same_losses(
     assert kept_more > kept
 
 
+def test_unfused_attention_adds_the_positions_of_a_t5() -> None:
+    fused, unfused = (
+        run_ranks(losses, TinyModel("t5"), {"attention_backend": backend}, num_ranks=1)[0][0]
+        for backend in ("sdpa", "unfused")
+    )
+
+    assert unfused == pytest.approx(fused, abs=1e-5)
+
+
 def _both(recipe: TinyModel, plugin: dict[str, Any], num_ranks: int) -> tuple[int, Any]:
     results = run_ranks(losses, recipe, plugin, num_ranks=num_ranks)
     assert all(result[0] == results[0][0] for result in results)
@@ -79,8 +88,8 @@ def test_a_softmax_in_bf16_rounds_and_one_in_fp32_does_not() -> None:
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("masked", [False, True])
-def test_unfused_attention_and_its_gradients_are_torchs(groups: int, masked: bool) -> None:
+@pytest.mark.parametrize("masked", ["", "hidden", "added"])
+def test_unfused_attention_and_its_gradients_are_torchs(groups: int, masked: str) -> None:
     from accelerate_megatron.engine.unfused_attention import unfused_attention
 
     torch.manual_seed(0)
@@ -88,16 +97,18 @@ def test_unfused_attention_and_its_gradients_are_torchs(groups: int, masked: boo
     key, value = (
         torch.randn(2, groups, 7, 8, dtype=torch.float64, requires_grad=True) for _ in "kv"
     )
-    hidden = None
-    if masked:
-        hidden = torch.rand(2, 1, 5, 7) < 0.4
-        hidden[0, 0, 2] = True  # a query that may look nowhere
+    mask = None
+    if masked == "hidden":
+        mask = torch.rand(2, 1, 5, 7) < 0.4
+        mask[0, 0, 2] = True  # a query that may look nowhere
+    elif masked == "added":
+        mask = torch.randn(1, 4, 5, 7, dtype=torch.float64)
     ours = unfused_attention(
-        *(query, key, value, hidden), scale=0.3, dropout=0.0, softmax_in_fp32=False
+        *(query, key, value, mask), scale=0.3, dropout=0.0, softmax_in_fp32=False
     )
     theirs = F.scaled_dot_product_attention(
         *(query, key, value),
-        attn_mask=None if hidden is None else ~hidden,
+        attn_mask=~mask if mask is not None and masked == "hidden" else mask,
         scale=0.3,
         enable_gqa=groups != 4,
     )

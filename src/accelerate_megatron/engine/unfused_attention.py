@@ -10,7 +10,7 @@ def unfused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    hidden: torch.Tensor | None,
+    mask: torch.Tensor | None,
     *,
     scale: float,
     dropout: float,
@@ -22,8 +22,8 @@ def unfused_attention(
         query: [b, heads, queries, head_dim].
         key: [b, groups, keys, head_dim]; each group serves heads / groups heads.
         value: Like `key`.
-        hidden: Bool, broadcast to [b, heads, queries, keys]; True where a query must not look.
-            A query that may look nowhere gets zeros, as from torch's fused attention.
+        mask: Broadcast to [b, heads, queries, keys]. Bool, True where a query must not look; one
+            that may look nowhere gets zeros, as from torch's fused attention. Or a float, added.
         scale: Factor of the scores.
         dropout: Share of the probabilities that are dropped.
         softmax_in_fp32: False leaves the softmax in the dtype of the scores.
@@ -34,9 +34,12 @@ def unfused_attention(
     scores = query @ (key * scale).transpose(-1, -2)
     if softmax_in_fp32:
         scores = scores.float()
+    hidden = mask if mask is not None and mask.dtype == torch.bool else None
     if hidden is not None:
         # The lowest number, not minus infinity: a row of those alone is NaN, backward too.
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
     probabilities = scores.softmax(dim=-1)
     if hidden is not None:
         probabilities = probabilities.masked_fill(hidden, 0.0)
