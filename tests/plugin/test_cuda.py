@@ -33,6 +33,17 @@ def updates(plugin: dict[str, Any]) -> Any:
     return losses, {state["exp_avg"].dtype for state in states if "exp_avg" in state}
 
 
+def leaves_the_hosts_random_numbers() -> bool:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    updates({})
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_building_a_model_on_a_device_leaves_the_hosts_random_numbers() -> None:
+    assert run_ranks(leaves_the_hosts_random_numbers, num_ranks=1, process_group=False) == [True]
+
+
 def test_overlapped_copies_of_an_offloaded_optimizer_change_no_loss() -> None:
     offload = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True}
 

@@ -75,7 +75,8 @@ class Assembly:
         self.step_arguments = StepArguments(accelerator, {**resolved.view, "seed": run.seed})
         step = _alike(lambda: self._train_step(accelerator, plugin, run))  # before the weights
         randomness = engine.ModelRandomness(run.seed, self.ranks, device)
-        with randomness.active():  # building draws numbers, though importing overwrites them
+        # Building draws numbers, on the host too, though importing overwrites them.
+        with torch.random.fork_rng(devices=[]), randomness.active():
             chunks = _chunks_with_weights(resolved, run, plugin, device)
         self.session = TrainingSession(run, self.ranks, chunks, step, randomness, device)
         self._gate = BatchGate(run, self.ranks, device, step)
