@@ -17,6 +17,8 @@ from accelerate_megatron.config.resolve import (
     resolve_shape,
 )
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
+from accelerate_megatron.models.encoder import Encoder
+from accelerate_megatron.models.shape import ModelShape
 from tests.config.shapes import shape
 
 
@@ -86,11 +88,21 @@ def test_the_models_own_positions_may_be_named(asked: bool) -> None:
     assert resolve_shape(model, MegatronLMPlugin(use_rotary_position_embeddings=asked)) == model
 
 
-def problems_of(**plugin: Any) -> list[str]:
+def problems_of(model: ModelShape | None = None, **plugin: Any) -> list[str]:
     settings = MegatronLMPlugin(**plugin)
     return model_problems(
-        resolve_layout(settings, 4), shape(), settings, settings.num_micro_batches
+        resolve_layout(settings, 4), model or shape(), settings, settings.num_micro_batches
     )
+
+
+def test_logits_of_an_encoder_without_a_head_are_refused() -> None:
+    without = shape(encoder=Encoder(token_types=2, norm_after=True, head="none"))
+    with_head = shape(encoder=Encoder(token_types=2, norm_after=True, head="masked_lm"))
+
+    (problem,) = problems_of(without, return_logits=True)
+
+    assert "return_logits is True" in problem
+    assert problems_of(with_head, return_logits=True) == problems_of(without) == []
 
 
 def test_a_length_beyond_the_models_positions_is_refused() -> None:

@@ -110,6 +110,11 @@ def model_problems(
             "decoder's, in a form that a stage of your own cannot know. Leave the function out, or "
             "set pp_degree to 1."
         )
+    if plugin.return_logits and shape.encoder is not None and shape.encoder.head == "none":
+        problems.append(
+            f"return_logits is True, but this {shape.model_type} model has no head that computes "
+            "logits. Leave it out, or prepare a model with a head, such as a ...ForMaskedLM."
+        )
     if plugin.seq_length is not None:
         if shape.max_positions is not None and plugin.seq_length > shape.max_positions:
             problems.append(
