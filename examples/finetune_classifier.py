@@ -13,7 +13,6 @@ The saved folder is read back by plain transformers.
 from __future__ import annotations
 
 import argparse
-import json
 import sysconfig
 import time
 import zipfile
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed, tqdm
-from pretrain_gpt import build_optimizer, endless
+from pretrain_gpt import build_optimizer, endless, evaluate, keep, replicas_and_batch_size
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -145,15 +144,6 @@ def train(accelerator: Accelerator, parts: tuple[Any, ...], args: argparse.Names
     progress.close()
 
 
-def mean_loss(model: torch.nn.Module, loader: Any) -> float:
-    """Return the mean loss of equally large batches."""
-    model.eval()
-    with torch.no_grad():
-        losses = [model(**batch).loss.item() for batch in loader]
-    model.train()
-    return sum(losses) / len(losses)
-
-
 def accuracy(model: PreTrainedModel, data: TensorDataset) -> float:
     """Return the share of fragments whose part transformers' model tells."""
     model.eval()
@@ -184,8 +174,7 @@ def main() -> None:
         fragments({name: files[kind] for name, files in parts.items()}, tokenizer, args.seq_length)
         for kind in (0, 1)
     )
-    replicas = accelerator.num_processes // (plugin.tp_degree * plugin.pp_degree)
-    batch_size = args.global_batch_size // (replicas * args.num_micro_batches)
+    replicas, batch_size = replicas_and_batch_size(accelerator, args)
     eval_data = spread(eval_data, args.eval_rows // args.global_batch_size * args.global_batch_size)
 
     transformers_logging.set_verbosity_error()
@@ -208,14 +197,14 @@ def main() -> None:
     start = time.perf_counter()
     train(accelerator, (model, optimizer, train_loader, scheduler), args)
     seconds = time.perf_counter() - start
-    loss = mean_loss(model, eval_loader)
+    loss = evaluate(model, eval_loader)
     accelerator.unwrap_model(model).save_pretrained(folder)
     accelerator.wait_for_everyone()
 
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
         saved = AutoModelForSequenceClassification.from_pretrained(folder)
-        read_back = mean_loss(saved, DataLoader(eval_data, batch_size=32, collate_fn=as_batch))
+        read_back = evaluate(saved, DataLoader(eval_data, batch_size=32, collate_fn=as_batch))
         counts = Counter(eval_data.tensors[1].tolist())
         summary = {
             "tp": plugin.tp_degree,
@@ -234,11 +223,7 @@ def main() -> None:
 
 
 def report(accelerator: Accelerator, summary: dict[str, Any], output: Path) -> None:
-    """Print what came out, and keep it.
-
-    Raises:
-        SystemExit: The saved model is not the trained one.
-    """
+    """Print what came out, and keep it."""
     accelerator.print(
         f"{summary['parts']} parts, told right in files never seen: {summary['accuracy']:.1%} "
         f"after {summary['updates']} updates in {summary['seconds']:.0f} s\n"
@@ -247,10 +232,7 @@ def report(accelerator: Accelerator, summary: dict[str, Any], output: Path) -> N
         f"{summary['loss_read_back']:.4f}\n"
         f"written: summary.json and model/ in {output}"
     )
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    difference = abs(summary["loss_read_back"] - summary["loss_after"])
-    if difference > LARGEST_LOSS_DIFFERENCE:
-        raise SystemExit(f"The saved model's loss is {difference:.4f} off the trained one's.")
+    keep(summary, output, LARGEST_LOSS_DIFFERENCE)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def make_model(args: argparse.Namespace) -> tuple[Any, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a Hugging Face folder or name; else a small Llama")
-    parser.add_argument("--cache", type=Path, default=Path("runs/text"))
+    parser.add_argument("--cache", type=Path, default=Path(".cache"))
     parser.add_argument("--output", type=Path, default=Path("runs/sft"))
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--seq-length", type=int, default=256)

@@ -33,24 +33,32 @@ def fast_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if seconds[dtype] > 4 * seconds[torch.float32] else dtype
 
 
-def matmul_peak(dtype: torch.dtype, seconds: float = 1.0) -> float:
+def matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 1.0) -> float:
     """Return the operations per second of large matmuls, on all ranks at once."""
-    dtype, size = fast_dtype(dtype), 1024
-    a, b = torch.randn(2, size, size).to(dtype)
+    on_cpu = device.type == "cpu"
+    size = 1024 if on_cpu else 8192
+    a, b = torch.randn(2, size, size, device=device).to(fast_dtype(dtype) if on_cpu else dtype)
     for _ in range(2):
         a @ b
     dist.barrier()
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
-        a @ b
+        (a @ b)[0, 0].item()  # waits for a GPU
         count += 1
-    rate = torch.tensor(2.0 * size**3 * count / (time.perf_counter() - start))
-    dist.all_reduce(rate)
-    return rate.item()
+    rate = 2.0 * size**3 * count / (time.perf_counter() - start)
+    return _over_ranks(rate, dist.ReduceOp.SUM, device)
 
 
-def peak_memory_gb() -> float:
-    """Return the largest resident memory that any rank has had."""
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return peak.item()
+def peak_memory_gb(device: torch.device) -> float:
+    """Return the most memory that any rank has had: resident, or of its GPU."""
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        peak = torch.cuda.max_memory_allocated(device)
+    return _over_ranks(peak / 1e9, dist.ReduceOp.MAX, device)
+
+
+def _over_ranks(value: float, op: dist.ReduceOp, device: torch.device) -> float:
+    shared = torch.tensor(value, device=device)
+    dist.all_reduce(shared, op=op)
+    return shared.item()

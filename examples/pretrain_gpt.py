@@ -112,6 +112,17 @@ def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
+def replicas_and_batch_size(accelerator: Accelerator, args: argparse.Namespace) -> tuple[int, int]:
+    """Return how many replicas of the model there are, and one micro-batch of one of them.
+
+    The latter is the batch size of their DataLoaders.
+    """
+    plugin = accelerator.state.megatron_lm_plugin
+    ranks_of_one = plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size
+    replicas = accelerator.num_processes // ranks_of_one
+    return replicas, args.global_batch_size // (replicas * args.num_micro_batches)
+
+
 def evaluate(model: torch.nn.Module, loader: Iterable[Any]) -> float:
     """Return the mean loss in nats per token; every batch has equally many tokens."""
     model.eval()
@@ -208,9 +219,7 @@ def main() -> None:
     train_data = Windows(train_tokens, args.seq_length)
     eval_data = Windows(eval_tokens, args.seq_length).spread(args.eval_rows)
 
-    # A DataLoader's batch is one micro-batch of one replica of the model.
-    replicas = accelerator.num_processes // (plugin.tp_degree * plugin.pp_degree)
-    batch_size = args.global_batch_size // (replicas * args.num_micro_batches)
+    replicas, batch_size = replicas_and_batch_size(accelerator, args)
     model = build_model(args, tokenizer.eos_token_id)
     optimizer = build_optimizer(model, args.lr)
     parts = accelerator.prepare(
@@ -222,7 +231,7 @@ def main() -> None:
     )
     model, eval_loader = parts[0], parts[3]
 
-    peak = matmul_peak(next(model.parameters()).dtype)
+    peak = matmul_peak(next(model.parameters()).dtype, accelerator.device)
     before = evaluate(model, eval_loader)
     accelerator.log({"eval_loss": before}, step=0)
     seconds = train(accelerator, parts, args)
@@ -232,7 +241,7 @@ def main() -> None:
     sample_seconds = time.perf_counter() - started
     accelerator.unwrap_model(model).save_pretrained(folder)
     accelerator.wait_for_everyone()
-    memory = peak_memory_gb()
+    memory = peak_memory_gb(accelerator.device)
 
     if accelerator.is_main_process:
         tokenizer.save_pretrained(folder)
@@ -261,12 +270,22 @@ def main() -> None:
     accelerator.end_training()
 
 
-def report(accelerator: Accelerator, summary: dict[str, Any], output: Path) -> None:
-    """Print what came out, and keep it.
+def keep(
+    summary: dict[str, Any], output: Path, largest_difference: float = LARGEST_LOSS_DIFFERENCE
+) -> None:
+    """Write summary.json.
 
     Raises:
         SystemExit: The saved model is not the trained one.
     """
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    difference = abs(summary["loss_read_back"] - summary["loss_after"])
+    if difference > largest_difference:
+        raise SystemExit(f"The saved model's loss is {difference:.4f} off the trained one's.")
+
+
+def report(accelerator: Accelerator, summary: dict[str, Any], output: Path) -> None:
+    """Print what came out, and keep it."""
     text = (
         f"validation loss: {summary['loss_before']:.3f} before, {summary['loss_after']:.3f} after "
         f"{summary['updates']} updates (nats per token)\n"
@@ -280,10 +299,7 @@ def report(accelerator: Accelerator, summary: dict[str, Any], output: Path) -> N
     )
     accelerator.print(text)
     (output / "report.txt").write_text(text + "\n")
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    difference = abs(summary["loss_read_back"] - summary["loss_after"])
-    if difference > LARGEST_LOSS_DIFFERENCE:
-        raise SystemExit(f"The saved model's loss is {difference:.4f} off the trained one's.")
+    keep(summary, output)
 
 
 if __name__ == "__main__":

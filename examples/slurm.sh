@@ -23,8 +23,9 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address=${hosts%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))
 
+# Newer versions of srun do not take the CPUs over from sbatch.
 # The variables in single quotes are each task's own.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c '
+srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} bash -c '
     exec accelerate-megatron launch --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" \
         --main_process_ip "$0" --main_process_port "$1" "${@:2}"' "$address" "$port" "$@"

@@ -47,6 +47,7 @@ def run(command, output, cache):
             (2, 1, 2),
             id="tp2-dp2-sp",
         ),
+        pytest.param([*LAUNCH, "--context_parallel_size=2"], (1, 1, 1), id="cp2"),
         pytest.param(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
             (1, 1, 2),

@@ -17,7 +17,7 @@ SCRIPT = REPOSITORY / "examples" / "slurm.sh"
 # Stand-ins that do what SLURM's commands do with the options used: srun runs the command once for
 # each of two nodes, with its number; scontrol lists the nodes, more than a pipe holds.
 SRUN = """#!/bin/bash
-[[ $1 == --kill-on-bad-exit=1 ]] && shift
+[[ $1 == --kill-on-bad-exit=1 && $2 == --cpus-per-task=64 ]] && shift 2
 for node in 0 1; do SLURM_NNODES=2 SLURM_NODEID=$node "$@" || exit $?; done
 """
 SCONTROL = """#!/bin/bash
@@ -41,6 +41,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
             "PYTHONPATH": str(REPOSITORY / "src"),
             "SLURM_JOB_NODELIST": "a[1-99999]",
             "SLURM_JOB_ID": "123456",
+            "SLURM_CPUS_PER_TASK": "64",
         },
         capture_output=True,
         text=True,
