@@ -351,6 +351,11 @@ def test_evaluations_have_the_steps_and_the_samples_that_are_asked_for(
     assert (length, steps) == (eval_iters, [eval_iters, eval_iters])
 
 
+def test_a_number_out_of_range_is_refused_in_the_data_arguments_too(two_files: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="eval_interval is 0; it must be at least 1"):
+        run_ranks(partial(prepare, eval_interval=0), two_files[0], {}, num_ranks=1)
+
+
 def prepared_after_the_model(prefix: str) -> list[int]:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(train_iters=5))
     model = TINY.build()

@@ -67,7 +67,11 @@ class MegatronLMDummyDataLoader(UpstreamDummyLoader):  # type: ignore[misc]  # a
         self.dataset_args = data_arguments(dataset_kwargs)
 
     def set_megatron_data_args(self) -> None:
-        """Set the fields of the plugin that are data arguments too; `prepare` calls it."""
+        """Set the fields of the plugin that are data arguments too; `prepare` calls it.
+
+        Raises:
+            ConfigurationError: A value is out of range.
+        """
         plugin = AcceleratorState().megatron_lm_plugin
         for name in _OF_PLUGIN:
             value, old = self.dataset_args[name], getattr(plugin, name)
@@ -78,6 +82,7 @@ class MegatronLMDummyDataLoader(UpstreamDummyLoader):  # type: ignore[misc]  # a
         if not plugin.megatron_dataset_flag:
             plugin.megatron_dataset_flag = True
             plugin.set_by_datasets |= {"megatron_dataset_flag"}
+        plugin.check()
 
     def resolve(self, plugin: Any) -> IndexedData:
         """Return the settings, without sizes. Communicates with nobody.
