@@ -26,6 +26,9 @@ from accelerate_megatron.failures import Failure, common_failure, name_ranks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# Torch's own for collectives: between two agreements a rank may load a model, or wait for a disk.
+_PATIENCE_SECONDS = 1800.0
+
 # How much longer the other ranks wait for the outcome than rank 0 waits for them.
 _GRACE_SECONDS = 10.0
 
@@ -49,7 +52,9 @@ class _Meeting:
 T = TypeVar("T")
 
 
-def resolve_alike(name: str, resolve: Callable[[dict[str, Any]], T], timeout: float = 300.0) -> T:
+def resolve_alike(
+    name: str, resolve: Callable[[dict[str, Any]], T], timeout: float = _PATIENCE_SECONDS
+) -> T:
     """Return what `resolve` does; if it fails on any rank, raise the same on all.
 
     Every rank must call it. It meets the others as `agree` does, in the default group's store.
@@ -87,7 +92,7 @@ def agree(
     rank: int,
     world_size: int,
     name: str,
-    timeout: float = 1800.0,
+    timeout: float = _PATIENCE_SECONDS,
 ) -> None:
     """Return on every rank, or raise the same error on every rank.
 
@@ -102,7 +107,7 @@ def agree(
         rank: This rank.
         world_size: How many ranks call this.
         name: What the agreement is about; it names the keys in the store.
-        timeout: Seconds until a rank that does not come is given up; torch's own for collectives.
+        timeout: Seconds until a rank that does not come is given up.
 
     Raises:
         RanksDisagreeError: A setting differs; the text names it, its values and the ranks.
