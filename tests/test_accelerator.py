@@ -301,12 +301,6 @@ def construct(arguments: dict[str, Any]) -> None:
     Accelerator(cpu=True, **arguments)
 
 
-def with_parallelism_config() -> None:
-    from accelerate import ParallelismConfig
-
-    Accelerator(cpu=True, parallelism_config=ParallelismConfig())
-
-
 @pytest.mark.parametrize(
     "name", ["deepspeed_plugin", "fsdp_plugin", "dynamo_backend", "parallelism_config"]
 )

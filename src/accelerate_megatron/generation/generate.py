@@ -24,6 +24,7 @@ from accelerate_megatron.generation.settings import (
     ModelTokens,
     resolve_settings,
 )
+from accelerate_megatron.weights.holders import gather_objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def generate(
         choice = _token_choice(model, agreed)
         tokens = continue_rows(decoder, rows, settings, choice, pace)
     if agreed.streaming_ranks:
-        on_every_rank(pace.finish, _gather, otherwise=GenerationError)
+        on_every_rank(pace.finish, gather_objects, otherwise=GenerationError)
     return rows.as_given(tokens, settings.pad_token_id)
 
 
@@ -146,7 +147,7 @@ def _agreed(
         resolved.append(_resolve(model, input_ids, attention_mask, asked))
         return _call_of(*resolved[0], streams=asked.get("streamer") is not None)
 
-    calls = on_every_rank(resolve, _gather, otherwise=GenerationError)
+    calls = on_every_rank(resolve, gather_objects, otherwise=GenerationError)
     problem = _difference(calls, model)
     if problem:
         raise GenerationError(problem)
@@ -156,12 +157,6 @@ def _agreed(
         first_row=sum(calls[members[0]].num_rows for members in before),
         streaming_ranks=frozenset(rank for rank, call in enumerate(calls) if call.streams),
     )
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _resolve(

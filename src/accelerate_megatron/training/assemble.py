@@ -26,7 +26,6 @@ from accelerate_megatron.data.replica import ReplicaPlace
 from accelerate_megatron.failures import on_every_rank
 from accelerate_megatron.training.batches import BatchGate
 from accelerate_megatron.training.context import check_splits_sequences
-from accelerate_megatron.training.gpt import GPTTrainStep
 from accelerate_megatron.training.indexed import (
     IndexedDataLoader,
     IndexedLoaders,
@@ -42,7 +41,7 @@ from accelerate_megatron.training.scheduler import PreparedScheduler
 from accelerate_megatron.training.session import TrainingSession
 from accelerate_megatron.training.tracking import TrainingLog
 from accelerate_megatron.training.train_step import AbstractTrainStep, StepArguments
-from accelerate_megatron.weights.holders import ModelHolders
+from accelerate_megatron.weights.holders import gather_objects
 from accelerate_megatron.weights.importing import import_weights
 from accelerate_megatron.weights.initialised import InitialisedSource
 from accelerate_megatron.weights.source import LiveSource
@@ -196,7 +195,7 @@ def make_train_step(
     accelerator: Any,
     plugin: Any,
     args: StepArguments,
-    built_in: type[AbstractTrainStep] = GPTTrainStep,
+    built_in: type[AbstractTrainStep],
 ) -> AbstractTrainStep:
     """Return the `built_in` train step, or the plugin's `custom_train_step_class`.
 
@@ -220,7 +219,7 @@ def make_train_step(
 def _alike(make: Callable[[], T]) -> T:
     """Return what `make` does, which must not communicate; if it fails anywhere, all raise it."""
     made: list[T] = []
-    on_every_rank(lambda: made.append(make()), ModelHolders(group=dist.group.WORLD).all_gather)
+    on_every_rank(lambda: made.append(make()), gather_objects)
     return made[0]
 
 

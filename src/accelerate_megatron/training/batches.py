@@ -26,6 +26,7 @@ from accelerate_megatron.failures import name_ranks, on_every_rank
 from accelerate_megatron.training.balance import ROUTED, routed_tokens
 from accelerate_megatron.training.model_kinds import batch_limits, batch_rules
 from accelerate_megatron.training.train_step import AbstractTrainStep
+from accelerate_megatron.weights.holders import gather_objects
 
 
 class BatchGate:
@@ -89,7 +90,7 @@ class BatchGate:
         return [bool(flag) for flag in raised.tolist()]
 
     def _refuse_two_modes(self, is_update: bool) -> NoReturn:
-        evaluating = [rank for rank, trains in enumerate(_gather(is_update)) if not trains]
+        evaluating = [rank for rank, trains in enumerate(gather_objects(is_update)) if not trains]
         raise TrainingLoopError(
             f"The model was called for an evaluation on {name_ranks(evaluating)} and for an update "
             "on the others. Call model.train(), model.eval() and torch.no_grad() alike on every "
@@ -114,7 +115,7 @@ class BatchGate:
             fitted.append(self._fitted(batch))
             return _digest(fitted[0]), fitted[0]["input_ids"].shape[1]
 
-        facts = on_every_rank(check, _gather, otherwise=BatchError)
+        facts = on_every_rank(check, gather_objects, otherwise=BatchError)
         lengths = sorted({length for _, length in facts})
         if self._run.needs_equal_lengths and len(lengths) > 1:
             raise BatchError(
@@ -161,12 +162,6 @@ class BatchGate:
         part = RealPart(joined.num_real_rows, joined.longest)
         mark_real_part(joined.values["input_ids"], part)  # type: ignore[arg-type]
         return joined.values
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _digest(batch: Mapping[str, Any]) -> str:

@@ -86,12 +86,7 @@ def cut_filler_rows(tensors: Any, num_rows: int, num_real_rows: int) -> Any:
     return recursively_apply(cut, tensors)
 
 
-def reduce_tensors(
-    tensors: Any,
-    group: dist.ProcessGroup,
-    reduction: str = "sum",
-    scale: float = 1.0,
-) -> Any:
+def reduce_tensors(tensors: Any, group: dist.ProcessGroup, reduction: str, scale: float) -> Any:
     """Add or average each tensor over a data-parallel group; all its ranks call it.
 
     Raises:

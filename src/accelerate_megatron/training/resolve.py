@@ -158,8 +158,8 @@ def resolve_model(
     precision: str,
     num_micro_batches: int,
     *,
-    weights: str | os.PathLike[str] | None = None,
-    rank: int = 0,
+    weights: str | os.PathLike[str] | None,
+    rank: int,
 ) -> ResolvedModel:
     """Decide everything about the run, from this rank's objects alone; no communication.
 

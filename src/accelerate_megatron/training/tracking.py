@@ -7,8 +7,6 @@ import math
 import warnings
 from typing import Any
 
-import torch.distributed as dist
-
 from accelerate_megatron import engine
 from accelerate_megatron.config.logging import LoggingSettings
 from accelerate_megatron.errors import ConfigurationError
@@ -16,7 +14,7 @@ from accelerate_megatron.failures import on_every_rank
 from accelerate_megatron.log import get_logger, is_logging_rank
 from accelerate_megatron.training.metrics import UpdateRecord, memory_bytes
 from accelerate_megatron.training.session import TrainingSession
-from accelerate_megatron.weights.holders import ModelHolders
+from accelerate_megatron.weights.holders import gather_objects
 
 logger = get_logger(__name__)
 
@@ -57,7 +55,7 @@ class TrainingLog:
         self._writer: Any = None
         if settings.tensorboard_dir is not None:
             # Only one rank opens them, and all have to hear when it cannot.
-            on_every_rank(self._open, ModelHolders(group=dist.group.WORLD).all_gather)
+            on_every_rank(self._open, gather_objects)
 
     def _open(self) -> None:
         if not is_logging_rank():

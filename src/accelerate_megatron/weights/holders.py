@@ -46,11 +46,7 @@ class ModelHolders:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. Every rank must call it."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gather_objects(value, self.group)
 
     def on_writer(self, action: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
         """Run `action` on the writer; return its result on every rank, or raise alike on all.
@@ -91,3 +87,10 @@ class ModelHolders:
         if self.group is None:
             raise RuntimeError(f"rank {rank} was to be reached without a process group")
         return dist.get_global_rank(self.group, rank)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's `value`, in rank order; all of `group` call it, or else of the job."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
