@@ -41,7 +41,7 @@ EXPORTS = (
 )
 
 SCRIPT = """
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DistributedType, MegatronLMDummyScheduler, MegatronLMPlugin, set_seed
 import sys, torch
 from torch.utils.data import DataLoader
@@ -64,6 +64,8 @@ if __name__ == "__main__":
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+    assert skip_first_batches(loader, 1) is loader
+    assert len(skip_first_batches(DataLoader(range(4)), 1)) == 3
     accelerator.print(sys.argv[1:], accelerator.state.megatron_lm_plugin.tp_degree, loss.item() < 5)
 """
 

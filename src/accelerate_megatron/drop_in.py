@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from accelerate.data_loader import skip_first_batches as _upstream_skip
 from accelerate.utils import DistributedType
 
 import accelerate_megatron
+from accelerate_megatron.data.loader import MegatronDataLoader
 from accelerate_megatron.errors import UnsupportedError
 
 
@@ -41,9 +43,21 @@ class DropInAccelerator(accelerate_megatron.Accelerator):
         super().__init__(*args, **kwargs)
 
 
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a prepared loader that begins later; any other as Accelerate's function does.
+
+    That one would make a plain DataLoader of a prepared one: the whole data on every rank.
+    """
+    if isinstance(dataloader, MegatronDataLoader):
+        dataloader.skip_to(num_batches)
+        return dataloader
+    return _upstream_skip(dataloader, num_batches)
+
+
 _MODULES = (
     "accelerate",
     "accelerate.accelerator",
+    "accelerate.data_loader",
     "accelerate.utils",
     "accelerate.utils.dataclasses",
     "accelerate.utils.megatron_lm",
@@ -125,7 +139,7 @@ def replacements() -> dict[str, Any]:
         for name in accelerate_megatron.__all__
         if name != "__version__"
     }
-    ours["Accelerator"] = DropInAccelerator
+    ours |= {"Accelerator": DropInAccelerator, "skip_first_batches": skip_first_batches}
     for name, (module, attribute) in _ENGINE_PARTS.items():
         ours[name] = getattr(importlib.import_module(module), attribute)
     for name, short_name in _STEPS_OF_PREPARE.items():
