@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from accelerate_megatron.checkpoint.values import to_json
 from accelerate_megatron.data.randomness import capture_state, restore_state
 from tests.data.loading import wrap
 from tests.helpers.ranks import run_ranks
@@ -104,6 +105,32 @@ def test_the_next_batch_is_the_one_that_would_have_come(
     assert run_ranks(_stop_and_go, make, dp_size, used, num_ranks=dp_size) == [True] * dp_size
 
 
+def _persistent(*, has_generator: bool) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3) if has_generator else None
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    numbers: Any = list(range(40))
+    return DataLoader(
+        numbers, 2, shuffle=True, collate_fn=plain_collate, generator=generator, **workers
+    )
+
+
+@pytest.mark.parametrize(
+    ("has_generator", "dp_size", "used"),
+    [
+        (False, 1, 12),
+        pytest.param(True, 1, 12, marks=pytest.mark.slow),
+        pytest.param(False, 2, 7, marks=pytest.mark.slow),
+        (True, 2, 7),
+    ],
+)
+def test_new_workers_do_not_change_the_order_of_an_epoch_that_kept_its_own(
+    has_generator: bool, dp_size: int, used: int
+) -> None:
+    make = partial(_persistent, has_generator=has_generator)
+
+    assert run_ranks(_stop_and_go, make, dp_size, used, num_ranks=dp_size) == [True] * dp_size
+
+
 def _skipped(num_batches: int) -> list[list[int]]:
     ordered = DataLoader(list(range(40)), 2, collate_fn=collate)  # type: ignore[arg-type]
     loader = wrap(ordered, 1, **SHAPE)
@@ -116,3 +143,21 @@ def test_skip_to_begins_with_that_batch_once() -> None:
 
     assert len(batches) == 7
     assert batches[0] == [12, 13, 14, 15]
+
+
+def _positions(used: int) -> tuple[Any, Any]:
+    """Return a position, and that of a loader which has taken it over and given nothing yet."""
+    first, second = wrap(shuffled(), 1, **SHAPE), wrap(shuffled(), 1, **SHAPE)
+    batches = iter(first)
+    for _ in range(used):
+        next(batches)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    return to_json(state), to_json(second.state_dict())
+
+
+def test_a_position_that_was_loaded_is_kept_until_the_loader_is_used() -> None:
+    [(saved, again)] = run_ranks(_positions, 3, num_ranks=1)
+
+    assert saved["samples"] == 12
+    assert again == saved

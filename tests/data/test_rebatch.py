@@ -55,3 +55,16 @@ def test_batches_of_a_sampler_of_ones_own_are_not_recut():
 
     with pytest.raises(ConfigurationError, match=r"_OwnBatches gives batches of 4, .*run is 2"):
         with_micro_batch_size(dataloader, 2)
+
+
+class _OwnWay(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__() if len(batch))
+
+
+@pytest.mark.parametrize("dataset", [Numbered(7), Streamed(7)], ids=["indices", "stream"])
+def test_a_loader_that_iterates_in_its_own_way_is_not_recut(dataset):
+    dataloader = _OwnWay(dataset, batch_size=4, collate_fn=collate)
+
+    with pytest.raises(ConfigurationError, match=r"own __iter__ gives batches of 4, .*run is 2"):
+        with_micro_batch_size(dataloader, 2)

@@ -7,7 +7,7 @@ as such, because the other ranks are waiting to hear of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from accelerate_megatron.data.broadcast import broadcast_value, pack_value, to_d
 from accelerate_megatron.data.checks import BatchLimits, check_length, check_micro_batch, check_rows
 from accelerate_megatron.data.collate import BatchShape, JoinedBatch, join_micro_batches
 from accelerate_megatron.data.order import (
+    EnterStream,
     OrderWitness,
     OwnPart,
     can_seek,
@@ -189,6 +190,7 @@ class EpochStarter:
         self._limits = limits
         self._device = device
         self._part = OwnPart(dataloader, dp_rank=replica.dp_rank, dp_size=replica.dp_size)
+        self._has_workers = False
         self.num_started = 0
 
     def start(self) -> FetchingEpoch | None:
@@ -201,6 +203,7 @@ class EpochStarter:
         epoch = self._start_fetching(draws) if self._replica.is_fetching else None
         for _ in range(draws):
             draw_seed()
+        self._has_workers = True
         self.num_started += 1
         return epoch
 
@@ -209,9 +212,12 @@ class EpochStarter:
 
         Persistent workers keep theirs, and a DataLoader with a generator draws it there.
         """
+        return int(self._dataloader.generator is None and not self._keeps_workers())
+
+    def _keeps_workers(self) -> bool:
+        """Return whether workers of an earlier epoch go on, maybe one in another process."""
         loader = self._dataloader
-        keeps_workers = loader.persistent_workers and loader.num_workers > 0
-        return int(loader.generator is None and not (keeps_workers and self.num_started > 0))
+        return loader.persistent_workers and loader.num_workers > 0 and self.num_started > 0
 
     def _start_fetching(self, draws: int) -> FetchingEpoch:
         replica = self._replica
@@ -221,7 +227,7 @@ class EpochStarter:
             # random numbers in every epoch.
             state = state | torch_state(draw_from(state) + self.num_started)
         witness = OrderWitness(replica.dp_size * self._shape.num_micro_batches)
-        enter_order: Callable[[], AbstractContextManager[None]] = nullcontext
+        enter_order: EnterStream = nullcontext
         if replica.is_first_fetching:
             stream = RandomStream({"torch": state["torch"]})
         elif splits_by_index(self._dataloader):
@@ -229,6 +235,10 @@ class EpochStarter:
             enter_order = order.entered
         else:
             stream = RandomStream(state)
+        if self._keeps_workers() and not self._has_workers:
+            if replica.is_first_fetching:
+                enter_order = RandomStream({"torch": state["torch"]}).entered
+            enter_order = _before_seed(enter_order, generators_of(self._dataloader))
         return FetchingEpoch(
             lambda num_skipped: self._part.batches(witness, enter_order, num_skipped),
             stream=stream,
@@ -271,3 +281,17 @@ class EpochStarter:
             for _ in range(self._num_seed_draws()):
                 draw_seed()
         return order, RandomStream(torch_state(seed))
+
+
+def _before_seed(enter_order: EnterStream, generators: list[torch.Generator]) -> EnterStream:
+    """Return `enter_order` as it was before new workers drew a seed: those they replace had one."""
+    states = [generator.get_state() for generator in generators]
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        while states:
+            generators[len(states) - 1].set_state(states.pop())
+        with enter_order():
+            yield
+
+    return entered

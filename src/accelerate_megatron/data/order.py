@@ -202,7 +202,8 @@ class OwnPart:
             num_skipped: How many of the first batches are left out without being fetched; 0
                 unless `can_seek`.
         """
-        if self._num_ranks == 1 and not num_skipped:
+        takes_all = self._num_ranks == 1 and not num_skipped and enter_order is nullcontext
+        if takes_all and self._own is None:
             return iter(self._dataloader)
         if splits_by_index(self._dataloader):
             return iter(self._own_loader(witness, enter_order, num_skipped))

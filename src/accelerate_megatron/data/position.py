@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_megatron.data.epoch import EpochStarter, FetchingEpoch
 from accelerate_megatron.data.order import generators_of, samplers_of, set_epoch
-from accelerate_megatron.data.randomness import RandomState, capture_state, restore_state
+from accelerate_megatron.data.randomness import capture_state, restore_state
 from accelerate_megatron.errors import ConfigurationError
 
 
@@ -90,14 +90,18 @@ class LoaderPosition:
         Args:
             is_last_step: Whether the step that was given out last ends the epoch.
         """
-        in_epoch = self._start is not None and self.num_steps > 0 and not is_last_step
-        boundary: RandomState | None = None
-        if in_epoch and self._epoch is not None:
-            boundary = self._epoch.boundary
+        num_steps, start, boundary = 0, self._own_state(), None
+        if self._resumed is not None:
+            num_steps, start, boundary = (
+                self._resumed[name] for name in ("num_steps", "start", "boundary")
+            )
+        elif self._start is not None and self.num_steps > 0 and not is_last_step:
+            num_steps, start = self.num_steps, self._start
+            boundary = None if self._epoch is None else self._epoch.boundary
         return {
             "announced": self._announced,
-            "samples": self.num_steps * self._samples_per_step if in_epoch else 0,
-            "start": self._start if in_epoch else self._own_state(),
+            "samples": num_steps * self._samples_per_step,
+            "start": start,
             "boundary": boundary,
         }
 
