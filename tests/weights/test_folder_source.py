@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Model, LlamaForCausalLM
 
 from accelerate_megatron.errors import WeightsError
+from accelerate_megatron.models.glm4_moe import GLM4_MOE
 from accelerate_megatron.models.registry import family_of
 from accelerate_megatron.weights.choosing import open_folder
+from accelerate_megatron.weights.folder_files import canonical_names
 from accelerate_megatron.weights.importing import import_weights
 from accelerate_megatron.weights.source import TensorSource
 from tests.weights.cutting import cut_model, emptied
@@ -106,6 +109,16 @@ def test_what_old_folders_hold_besides_weights_is_passed_over(tmp_path):
     assert "transformer.h.0.attn.bias" not in opened(model, tmp_path).names()
 
 
+def test_a_layer_that_smaller_models_have_not_is_passed_over_in_their_folders_only():
+    weight = "model.layers.46.mlp.gate.weight"
+
+    def taken(expected):
+        return canonical_names([weight], expected, "model", GLM4_MOE.disk_extras)
+
+    assert taken([]) == {}
+    assert taken([weight]) == {weight: weight}
+
+
 def test_a_tied_head_may_be_there_too_if_it_is_the_embedding(tmp_path):
     model = tiny_llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -160,6 +173,19 @@ def test_pickled_weights_that_are_cut_short_are_refused(tmp_path):
     torch.save(tiny_llama().state_dict(), tmp_path / "pytorch_model.bin")
     content = (tmp_path / "pytorch_model.bin").read_bytes()
     (tmp_path / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin is refused"):
+        opened(tiny_llama(), tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02.", b"\x80\x02K\x01K\x02s."])
+def test_pickled_weights_that_are_no_pickle_are_refused(content, tmp_path):
+    whole, path = tmp_path / "whole", tmp_path / "pytorch_model.bin"
+    torch.save({}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            is_pickle = name.endswith("data.pkl")
+            target.writestr(name, content if is_pickle else source.read(name))
 
     with pytest.raises(WeightsError, match=r"pytorch_model\.bin is refused"):
         opened(tiny_llama(), tmp_path)

@@ -152,7 +152,7 @@ def canonical_names(
         names: Those in the files.
         expected: Those of the model.
         prefix: What the names of the model without head lack, without the dot.
-        extras: Regular expressions of names of the model that are passed over.
+        extras: Regular expressions of names that are passed over, unless the model has them.
     """
     names, wanted = list(names), set(expected)
     is_headless = not any(name.startswith(f"{prefix}.") for name in names)
@@ -160,6 +160,6 @@ def canonical_names(
     canonical = {}
     for name in names:
         full = name if name in wanted or not is_headless else f"{prefix}.{name}"
-        if passed_over is None or not passed_over.fullmatch(full):
+        if full in wanted or passed_over is None or not passed_over.fullmatch(full):
             canonical[full] = name
     return canonical

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,12 +88,13 @@ class _PickledFile:
         self.path = path
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except Exception as error:  # damaged bytes make an unpickler raise anything
             raise WeightsError(
                 f"{path} is refused: a .bin file is a pickle, which can run code while it is "
                 "loaded, and torch cannot load this one with weights_only=True "
-                f"({str(error).splitlines()[0]}). Convert it to safetensors where it is trusted: "
-                "load the model with transformers and call save_pretrained."
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Convert it to "
+                "safetensors where it is trusted: load the model with transformers and call "
+                "save_pretrained."
             ) from error
         is_weights = isinstance(found, dict) and all(
             isinstance(value, torch.Tensor) for value in found.values()
