@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -274,6 +275,7 @@ def test_parts_of_another_build_are_not_taken(
         (b'{"text": "w1"}\n[1]\n', "line 2: a JSON list"),
         (b'{"text": "w1"}\n{"other": "w1"}\n', "line 2: there is no 'text'; there are 'other'"),
         (b'{"text": 5}\n', "line 1: 'text' is a int"),
+        (b'{"text": "w1"}\n{"text": "w2 \\ud800"}\n', "line 2: 'text' holds half"),
         (b"", "there is no document in it"),
     ],
 )
@@ -367,3 +369,16 @@ def test_the_command_builds_with_two_processes_inspects_and_says_what_is_wrong(
     assert "is there already" in again["problems"][0]
     assert "'w3 w4 w5 w6'" in shown
     assert "the file has 3 bytes" in capsys.readouterr().err
+
+
+def test_more_parts_are_joined_than_files_may_be_open(tokenizer: str, tmp_path: Path) -> None:
+    sources = [write_jsonl(tmp_path / f"{n:02d}.jsonl", [f"w{n}"]) for n in range(50)]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, most[1]))
+    try:
+        report = build(plan(tokenizer, tmp_path, *sources))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+    assert report.parts == 50
+    assert read_index(report.prefixes["text"]).num_documents == 50

@@ -276,7 +276,7 @@ def _encode(encoder: Encoder, texts: Sequence[str | list[str]]) -> Iterator[list
 
 def _join(plan: BuildPlan, folder: Path, num_parts: int) -> dict[str, Any]:
     """Join the parts into the files of each key; return the counts of a `BuildReport`."""
-    found = [np.load(_finished(folder, n), allow_pickle=False) for n in range(num_parts)]
+    found = [_read_arrays(_finished(folder, n)) for n in range(num_parts)]
     tokens, empty, documents = {}, {}, 0
     for place, key in _placed(plan):
         lengths = np.concatenate([arrays[f"lengths{place}"] for arrays in found])
@@ -294,6 +294,11 @@ def _join(plan: BuildPlan, folder: Path, num_parts: int) -> dict[str, Any]:
         "tokens": tokens,
         "parts": num_parts,
     }
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    with np.load(path, allow_pickle=False) as arrays:  # else its file would stay open
+        return dict(arrays)
 
 
 def write_dataset(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,6 @@ _KIND_OF_SUFFIX: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
-TEXT_KEY = "text"
-"""The key of what is not in a named column: lines of text."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _document_of_line(part: Part, at: int, line: bytes, keys: Sequence[str]) -> 
             f"{_place(part, at)}: a JSON {type(row).__name__}; each line has to be an object "
             'such as {"text": "..."}.'
         )
-    return _document_of_row(_place(part, at) if not _fits(row, keys) else "", row, keys)
+    return _document_of_row(lambda: _place(part, at), row, keys)
 
 
 def _read_rows(part: Part, keys: Sequence[str]) -> Iterator[Document]:
@@ -219,7 +218,7 @@ def _read_rows(part: Part, keys: Sequence[str]) -> Iterator[Document]:
     else:
         rows = _parquet_rows(part, keys)
     for number, row in enumerate(rows, start=part.start):
-        yield _document_of_row(f"{part.path}, row {number}", row, keys)
+        yield _document_of_row(partial("{}, row {}".format, part.path, number), row, keys)
 
 
 def _parquet_rows(part: Part, keys: Sequence[str]) -> Iterator[Any]:
@@ -248,27 +247,39 @@ def _check_columns(part: Part, names: Sequence[str], keys: Sequence[str]) -> Non
         )
 
 
-def _fits(row: dict[str, Any], keys: Sequence[str]) -> bool:
-    return all(_is_text(row.get(key)) for key in keys)
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (
         isinstance(value, list) and all(isinstance(item, str) for item in value)
     )
 
 
-def _document_of_row(place: str, row: dict[str, Any], keys: Sequence[str]) -> Document:
+def _is_whole(text: str | list[str]) -> bool:
+    """Return whether no character is half a surrogate pair, as JSON can spell and UTF-8 cannot."""
+    try:
+        (text if isinstance(text, str) else "".join(text)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _document_of_row(
+    place: Callable[[], str], row: dict[str, Any], keys: Sequence[str]
+) -> Document:
     for key in keys:
         if key not in row:
             raise DataFileError(
-                f"{place}: there is no {key!r}; there are {', '.join(map(repr, row))}. Choose "
+                f"{place()}: there is no {key!r}; there are {', '.join(map(repr, row))}. Choose "
                 "with --json-keys."
             )
         if not _is_text(row[key]):
             raise DataFileError(
-                f"{place}: {key!r} is a {type(row[key]).__name__}; it has to be a text or a list "
+                f"{place()}: {key!r} is a {type(row[key]).__name__}; it has to be a text or a list "
                 "of texts."
+            )
+        if not _is_whole(row[key]):
+            raise DataFileError(
+                f"{place()}: {key!r} holds half of a surrogate pair, which is no character. "
+                "Replace it by U+FFFD, or take the line out."
             )
     return {key: row[key] for key in keys}
 
