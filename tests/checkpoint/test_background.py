@@ -21,6 +21,7 @@ from tests.checkpoint.test_resume import DIST, GPT2, check_equal
 from tests.checkpoint.training import Run, make, train
 from tests.faults.test_jobs import REPOSITORY, end, start
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_models import TinyOptimizer
 from tests.parity.training import LayoutCase
 
 ASYNC = {"other_megatron_args": {"async_save": True}}
@@ -169,6 +170,40 @@ def test_memory_that_is_being_made_does_not_keep_a_process_from_ending() -> None
     assert len(staging._buffers) < 100
 
 
+def test_no_memory_is_made_in_a_process_that_is_ending() -> None:
+    staging = Staging()
+    pieces = engine.TensorPieces({"x": [SimpleNamespace(data=torch.empty(4))]})  # type: ignore[list-item]
+    staging.stop()
+
+    staging.reserve(pieces)
+    staging.stop()
+
+    assert not staging._buffers
+
+
+def _save_without_memory(run: Run, rank: int, folder: str) -> str:
+    """Save where one rank has no memory for the copies; return what is raised."""
+    accelerator, *_ = make(run)
+
+    def fail(*_args: Any) -> None:
+        raise MemoryError("no room for copies")
+
+    if accelerator.process_index == rank:
+        accelerator._background_save.staging.hold = fail
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_no_rank_waits_for_one_that_has_no_memory_for_the_copies(tmp_path: Path) -> None:
+    run = Run(LayoutCase(2), plugin=ASYNC)
+
+    told = run_ranks(_save_without_memory, run, 1, str(tmp_path / "one"), num_ranks=2)
+
+    assert told == ["rank 1: MemoryError: no room for copies"] * 2
+    assert not list(tmp_path.glob(".one.saving*"))
+
+
 def _save_at_once(run: Run) -> list[str]:
     """Save four times without a pause; return what the threads did, in order."""
     told: list[str] = []
@@ -245,3 +280,13 @@ def test_a_script_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> No
     assert status == 1, output[-4000:]
     assert "The last checkpoint could not be written" in output
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
+
+
+def test_memory_for_saves_changes_no_update() -> None:
+    dampened = TinyOptimizer("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5})
+    run = Run(optimizer=dampened, steps=3)
+
+    [plain] = run_ranks(train, run, num_ranks=1)
+    [reserved] = run_ranks(train, replace(run, plugin=ASYNC), num_ranks=1)
+
+    assert reserved.losses == plain.losses

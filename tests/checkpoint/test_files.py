@@ -60,6 +60,17 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
             file.sync()
 
 
+def test_a_checksum_that_could_not_be_taken_is_an_error(tmp_path: Path) -> None:
+    def fail(*_args: Any) -> None:
+        raise MemoryError
+
+    with new_file(tmp_path / "file", has_helper=True) as file:
+        file._helper._action = fail  # type: ignore[union-attr]
+        file.write(bytes(1 << 12))
+        with pytest.raises(MemoryError):
+            file.sync()
+
+
 def test_a_write_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     def write_and_fail() -> Any:
         with new_file(tmp_path / "file", has_helper=True) as file:

@@ -55,6 +55,7 @@ def test_a_checkpoint_is_replaced_by_a_newer_one_and_other_files_stay(tmp_path: 
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
+    (folder / "state-2024").mkdir()
     run = Run(steps=4, save={1: str(folder), 3: str(folder)})
     [whole] = run_ranks(train, run, num_ranks=1)
 
@@ -62,7 +63,8 @@ def test_a_checkpoint_is_replaced_by_a_newer_one_and_other_files_stay(tmp_path: 
 
     assert resumed.losses == whole.losses[3:]
     assert (folder / "notes.txt").read_text() == "mine"
-    assert len(list(folder.glob("state-*"))) == 1
+    assert len(list(folder.glob("state-*"))) == 2
+    assert (folder / "state-2024").is_dir()
 
 
 def _heard() -> list[str]:
@@ -80,6 +82,7 @@ def _save_with_a_failure_in(function: str, project: str) -> list[str]:
 
     original = getattr(folders, function)
     accelerator, *_ = make(Run(project=project, total_limit=1))
+    accelerator.save_state()
     told = _heard()
     setattr(folders, function, fail)
     try:
@@ -97,8 +100,10 @@ def test_a_failure_after_the_commit_is_told_and_the_save_has_succeeded(
     [told] = run_ranks(_save_with_a_failure_in, function, str(tmp_path), num_ranks=1)
 
     assert len(told) == 1
-    assert "checkpoint_0 is complete and can be loaded" in told[0]
+    assert "checkpoint_1 is complete and can be loaded" in told[0]
     assert "the disk is gone" in told[0]
+    # The old one is kept as long as the new one may not be on the disk.
+    assert (tmp_path / "checkpoints/checkpoint_0").is_dir()
 
 
 def test_a_failure_of_the_commit_itself_leaves_the_old_checkpoint(
@@ -410,3 +415,47 @@ def test_a_read_only_output_folder_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"cannot be written to \(Permission denied"):
         run_ranks(_check_as_nobody, str(folder), num_ranks=1, process_group=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 1e999}, {"created": 10**400}, {"files": {"a": {"num_bytes": 1e999, "sha256": ""}}}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_number_that_is_none_damages_a_manifest(change: dict[str, Any], tmp_path: Path) -> None:
+    manifest = Manifest(
+        checkpoint_id="1",
+        folder="state-1",
+        step=1,
+        created=0.0,
+        has_optimizer=False,
+        run={},
+        files={},
+    )
+    (tmp_path / "checkpoint_0").mkdir()
+    text = json.dumps(json.loads(manifest.to_json()) | change)
+    (tmp_path / "checkpoint_0" / MANIFEST_NAME).write_text(text)
+
+    [found] = folders.find_checkpoints(tmp_path)
+
+    assert "manifest.json is damaged" in found.problem
+
+
+def test_a_manifest_that_is_nested_too_deeply_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_0").mkdir()
+    (tmp_path / "checkpoint_0" / MANIFEST_NAME).write_text("[" * 200_000)
+
+    [found] = folders.find_checkpoints(tmp_path)
+
+    assert "manifest.json cannot be read" in found.problem
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_the_newest_checkpoint_stays_whatever_the_limit(limit: int, tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"checkpoint_{number}").mkdir()
+        (tmp_path / f"checkpoint_{number}" / MANIFEST_NAME).touch()
+
+    folders.keep_newest(tmp_path, limit)
+
+    assert names(tmp_path) == ["checkpoint_1"]

@@ -105,13 +105,25 @@ def test_allow_pickle_is_the_users_word(tmp_path: Path) -> None:
             b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'x'\nI1\nstb.",
             "attributes of a type",
         ),
+        (
+            b"ctorch.distributed.checkpoint.planner\nWriteItemType\n(I1\ntR}S'x'\nI1\nsb.",
+            "attributes of a WriteItemType",
+        ),
         (b"cbuiltins\neval\n(S'1+1'\ntR.", r"builtins\.eval"),
         (b"ctorch\nload\n(S'x'\ntR.", r"torch\.load"),
         (b"ctorch.storage\n_load_from_bytes\n(S'x'\ntR.", "_load_from_bytes"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", r"os\.system"),
         (b"\x80\x04\x8c\x05torch\x8c\x0chub.download\x93.", r"torch\.hub"),
     ],
-    ids=["class-attributes", "eval", "torch.load", "bytes", "stack-global", "dotted"],
+    ids=[
+        "class-attributes",
+        "enum-attributes",
+        "eval",
+        "torch.load",
+        "bytes",
+        "stack-global",
+        "dotted",
+    ],
 )
 def test_names_that_an_index_has_no_use_for_are_refused(
     content: bytes, refusal: str, tmp_path: Path

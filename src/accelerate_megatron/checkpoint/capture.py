@@ -61,11 +61,6 @@ class Capture:
     has_optimizer: bool
     run: dict[str, Any]
 
-    def run_hooks(self) -> None:
-        """Let the user's hooks write their files. Every rank calls it, while the run stands."""
-        for hook in self.hooks:
-            on_every_rank(hook)
-
 
 def capture_run(accelerator: Any, session: Any, data: Path, staging: Staging | None) -> Capture:
     """Take a checkpoint's content from the run. Every rank calls it.
@@ -84,12 +79,13 @@ def capture_run(accelerator: Any, session: Any, data: Path, staging: Staging | N
     pieces = engine.pieces_to_save(
         session.chunks, optimizer, keeps_main_parameters=session.run.precision != "no"
     )
-    if staging is not None:
-        pieces = staging.hold(pieces)
     numbers = on_every_rank(lambda: {} if optimizer is None else optimizer_state(session))
     files: dict[str, bytes] = {}
 
     def read_own() -> None:
+        nonlocal pieces
+        if staging is not None:
+            pieces = staging.hold(pieces)
         files[f"ranks/{dist.get_rank():05d}.json"] = _json(rank_state(accelerator, session))
         if dist.get_rank() == 0:
             merged = None if optimizer is None else merge_optimizer_states(numbers)

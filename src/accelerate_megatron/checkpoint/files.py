@@ -112,7 +112,7 @@ class _Helper:
         Args:
             action: Given first and last position of what it has not had yet.
         """
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         self._action = action
         self._end = 0
         self._is_complete = False
@@ -140,7 +140,7 @@ class _Helper:
             while (end := self._next_end(done)) > done:
                 self._action(done, end)
                 done = end
-        except OSError as error:
+        except Exception as error:  # the writer raises it
             self.failure = error
 
     def _next_end(self, done: int) -> int:

@@ -27,7 +27,7 @@ LATEST_NAME = "latest"
 _SAVING = re.compile(r"^\.(?P<name>.+)\.saving-[0-9a-f]+$")
 _DELETING = re.compile(r"^\.(?P<name>.+)\.deleting$")
 _AUTOMATIC = re.compile(r"^checkpoint_(?P<number>\d+)$")
-_STATE = re.compile(r"^state-[0-9a-f]+$")
+_STATE = re.compile(r"^state-[0-9a-f]{16}$")
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ def remove_leftovers(parent: Path, name: str | None) -> list[Path]:
 
 
 def keep_newest(parent: Path, limit: int) -> list[Path]:
-    """Delete the oldest automatic checkpoints beyond `limit`; return them."""
+    """Delete the oldest automatic checkpoints beyond `limit`, never the newest; return them."""
     automatic = [item.path for item in find_checkpoints(parent) if _AUTOMATIC.match(item.path.name)]
-    surplus = automatic[: max(len(automatic) - limit, 0)]
+    surplus = automatic[: -max(limit, 1)]
     for path in surplus:
         # Renamed first: a deletion that is interrupted leaves no half of a checkpoint.
         doomed = path.with_name(f".{path.name}.deleting")

@@ -43,7 +43,7 @@ from accelerate_megatron.checkpoint.run_state import (
 from accelerate_megatron.checkpoint.safe import load_torch_file, read_metadata
 from accelerate_megatron.checkpoint.saving import automatic_parent
 from accelerate_megatron.checkpoint.storage import TensorReader, read_tensors
-from accelerate_megatron.checkpoint.together import on_every_rank, on_first_rank
+from accelerate_megatron.checkpoint.together import on_every_rank, on_first_rank, run_hooks
 from accelerate_megatron.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -111,8 +111,8 @@ def load_state(
     if source is None:
         return None
     content = _read_small_parts(accelerator, session, source, allow_pickle=allow_pickle)
-    for hook in accelerator._load_model_state_pre_hook.values():
-        on_every_rank(partial(hook, accelerator._models, str(source.data)))
+    hooks = accelerator._load_model_state_pre_hook.values()
+    run_hooks([partial(hook, accelerator._models, str(source.data)) for hook in hooks])
     folder = source.data / TENSORS
     on_every_rank(lambda: read_tensors(content.pieces, TensorReader(folder, content.metadata)))
     on_every_rank(lambda: _put_back(accelerator, session, content))

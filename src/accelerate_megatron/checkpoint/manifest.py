@@ -68,7 +68,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint} holds no complete checkpoint: it has no {MANIFEST_NAME}. "
             f"{_what_is_there(checkpoint)}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return _parse(content, path)
 
@@ -113,7 +113,7 @@ def _parse(content: Any, path: Path) -> Manifest:
                 for name, facts in content["files"].items()
             },
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     _check_paths(manifest, path)
     return manifest

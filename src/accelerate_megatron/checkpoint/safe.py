@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -104,10 +105,10 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        # Setting attributes of a class would change it for the whole process.
+        # Setting attributes of a class, or a member of an enum, changes it for the whole process.
         target = self.stack[-2]
         kind = type(target)
-        if isinstance(target, type) or f"{kind.__module__}.{kind.__qualname__}" not in (
+        if isinstance(target, (type, Enum)) or f"{kind.__module__}.{kind.__qualname__}" not in (
             ALLOWED_NAMES
         ):
             raise _BlockedError(f"attributes of a {kind.__qualname__}")
@@ -226,7 +227,7 @@ def load_torch_file(
         return torch.load(content or path, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         raise unsafe_object(path, error) from None
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # as above
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

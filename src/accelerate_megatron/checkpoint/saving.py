@@ -21,7 +21,7 @@ from accelerate_megatron.checkpoint.capture import capture_run
 from accelerate_megatron.checkpoint.lock import lock, lock_path
 from accelerate_megatron.checkpoint.manifest import TENSORS
 from accelerate_megatron.checkpoint.target import CHECKPOINTS, Target, no_space
-from accelerate_megatron.checkpoint.together import on_every_rank, on_first_rank
+from accelerate_megatron.checkpoint.together import on_every_rank, on_first_rank, run_hooks
 from accelerate_megatron.checkpoint.writing import commit, write_capture
 from accelerate_megatron.errors import CheckpointError, ConfigurationError
 from accelerate_megatron.log import get_logger, is_logging_rank
@@ -56,7 +56,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> s
         captured = capture_run(accelerator, session, target.data, staging)
         num_bytes = sum(on_every_rank(captured.pieces.num_bytes))
         on_first_rank(lambda: _check_space(target, num_bytes))
-        captured.run_hooks()
+        run_hooks(captured.hooks)
     except BaseException:
         _remove(target)
         raise

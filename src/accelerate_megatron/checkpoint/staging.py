@@ -64,6 +64,8 @@ class Staging:
         is_cuda = device.type == "cuda"
         with torch.cuda.device(device) if is_cuda else nullcontext():
             for (name, index), like in wanted.items():
+                if self._is_ending.is_set():
+                    return
                 buffer = self._new_buffer(name, index, like, is_pinned=is_cuda)
                 for start in range(0, 0 if is_cuda else buffer.nbytes, _CHUNK):
                     if self._is_ending.is_set():

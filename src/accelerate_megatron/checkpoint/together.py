@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -34,6 +35,20 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
         lambda value: _gather(value, group)[0],
         otherwise=CheckpointError,
     )
+
+
+def run_hooks(hooks: Sequence[Callable[[], Any]]) -> None:
+    """Run a user's hooks, of which ranks may have different numbers. Every rank calls it.
+
+    What they return is dropped; errors as `on_every_rank`.
+    """
+    for index in range(max(on_every_rank(lambda: len(hooks)))):
+        on_every_rank(partial(_run, hooks[index : index + 1]))
+
+
+def _run(hooks: Sequence[Callable[[], Any]]) -> None:
+    for hook in hooks:
+        hook()
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -87,7 +87,10 @@ def commit(captured: Capture, target: Target, files: dict[str, FileFacts]) -> No
 
 
 def _follow_up(target: Target, manifest: Manifest) -> None:
-    """Do what is left after the commit. The checkpoint is there: errors are told, not raised."""
+    """Do what is left after the commit. The checkpoint is there: errors are told, not raised.
+
+    After an error nothing more is deleted: the checkpoint may not be on the disk yet.
+    """
     steps: list[Callable[[], None]] = [
         partial(folders.settle, target.temporary, target.checkpoint, manifest)
     ]
@@ -103,6 +106,7 @@ def _follow_up(target: Target, manifest: Manifest) -> None:
                 target.checkpoint,
                 error,
             )
+            return
 
 
 def _delete_oldest(target: Target) -> None:

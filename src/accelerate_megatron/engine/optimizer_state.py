@@ -64,7 +64,7 @@ def optimizer_entries_to_load(
     entries = []
     after: list[Callable[[], None]] = []
     for part in _parts(optimizer):
-        _allocate(part)
+        _allocate(part, to_load=True)
         if isinstance(part, DistributedOptimizer):
             buffered, copy_over = _buffer_entries(part, model, keeps_main_parameters)
             entries += buffered
@@ -176,25 +176,33 @@ def _entry_of(model: Entries) -> dict[int, Any]:
     return {id(entry.data): entry for entry in model.values()}
 
 
-def _allocate(part: Any) -> None:
-    """Make the state tensors that the first update would make, where they are zeros."""
+def _allocate(part: Any, *, to_load: bool = False) -> None:
+    """Make the state tensors that the first update would make, where they are zeros.
+
+    A dampened momentum does not begin at zero but with a whole gradient, so before the first update
+    there is none to save. To be read into it is made all the same.
+    """
     if hasattr(part.optimizer, "sub_optimizers"):
         for offloaded in part.optimizer.sub_optimizers:
-            _allocate_adam(offloaded)
+            _allocate_offloaded(offloaded, to_load=to_load)
         part.optimizer._sync_sub_optimizers_state_to_hdo()
         return
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
         return
     for group in part.optimizer.param_groups:
-        if group.get("momentum"):
+        if _has_momentum(group, to_load=to_load):
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _allocate_adam(optimizer: torch.optim.Optimizer) -> None:
+def _has_momentum(group: dict[str, Any], *, to_load: bool) -> bool:
+    return bool(group.get("momentum")) and (to_load or not group["dampening"])
+
+
+def _allocate_offloaded(optimizer: torch.optim.Optimizer, *, to_load: bool) -> None:
     """Make the states of one of the optimizers that an offloaded one consists of."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -204,7 +212,7 @@ def _allocate_adam(optimizer: torch.optim.Optimizer) -> None:
                     state[_STEP] = torch.zeros(())
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            elif not state and group.get("momentum"):
+            elif not state and _has_momentum(group, to_load=to_load):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
