@@ -82,10 +82,9 @@ class _BlockAttention(torch.autograd.Function):
         ctx.scale, ctx.is_causal = scale, is_causal
         context = q.new_empty(*q.shape[:3], v.shape[-1])
         for part, block, seen in _blocks(q, k, is_causal):
-            weights = _weights(q[part, :, block], k[part, :seen], scale, is_causal)
-            context[part, :, block] = torch.bmm(weights, v[part, :seen]).view_as(
-                context[part, :, block]
-            )
+            keys, values = _dense(k[part, :seen]), _dense(v[part, :seen])
+            weights = _weights(q[part, :, block], keys, scale, is_causal)
+            context[part, :, block] = torch.bmm(weights, values).view_as(context[part, :, block])
         return context
 
     @staticmethod
@@ -97,11 +96,12 @@ class _BlockAttention(torch.autograd.Function):
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
         for part, block, seen in _blocks(q, k, ctx.is_causal):
-            queries, keys = q[part, :, block], k[part, :seen]
+            keys, values = _dense(k[part, :seen]), _dense(v[part, :seen])
+            queries = q[part, :, block]
             above = grad[part, :, block].flatten(1, 2)
             weights = _weights(queries, keys, ctx.scale, ctx.is_causal)
             grad_v[part, :seen] += torch.bmm(weights.transpose(1, 2), above)
-            grad_weights = torch.bmm(above, v[part, :seen].transpose(1, 2))
+            grad_weights = torch.bmm(above, values.transpose(1, 2))
             scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             grad_q[part, :, block] = _scaled(scores, keys, ctx.scale).view_as(queries)
             grad_k[part, :seen] += _scaled(scores.transpose(1, 2), queries.flatten(1, 2), ctx.scale)
@@ -132,6 +132,11 @@ def _weights(
         own = scores.view(count, sharing, length, -1)[..., -length:]
         own.masked_fill_(later, float("-inf"))
     return torch.softmax(scores, dim=-1)
+
+
+def _dense(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices without gaps: torch would copy them itself, after transposing them."""
+    return matrices.contiguous()
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
