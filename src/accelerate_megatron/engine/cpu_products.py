@@ -9,6 +9,7 @@ oneDNN 0.60 ms.
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,9 +71,14 @@ class LinearProduct:
 
 
 def has_onednn() -> bool:
-    """Return whether torch has oneDNN's linear layer, which it offers its compiler."""
-    is_built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return is_built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Return whether torch has oneDNN's linear layer, which it offers its compiler.
+
+    `torch.backends.mkldnn.enabled = False` is the user's word against it.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    return (
+        mkldnn.is_available() and mkldnn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from accelerate_megatron.engine.encoder_decoder import EncoderDecoderStage
 from accelerate_megatron.engine.messages import SENT
-from accelerate_megatron.engine.wide_products import wide_products
+from accelerate_megatron.engine.products import fast_products
 from accelerate_megatron.engine.wrapping import innermost
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
@@ -51,7 +51,7 @@ def run_schedule(
     shapes: dict[str, Any] = {}
     if encoder_length is not None and isinstance(stage, EncoderDecoderStage) and stage.has_peers:
         shapes["adjust_tensor_shapes_fn"] = stage.message_shapes(encoder_length, seq_length)
-    with wide_products(chunks):
+    with fast_products(chunks):
         reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
