@@ -37,7 +37,7 @@ def test_all_sides_train_the_same_model() -> None:
         assert line["largest_loss_difference"] < 1e-4
         assert line["ours_parameters"] == line["peer_parameters"] == "float32"
     assert lines[0]["peer_options"] == {}
-    assert set(lines[1]["peer_options"]) == {"attention", "fused_adamw"}
+    assert set(lines[1]["peer_options"]) == {"attention", "fused_adamw", "matmul_precision"}
 
 
 def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
