@@ -356,6 +356,21 @@ def test_a_number_out_of_range_is_refused_in_the_data_arguments_too(two_files: l
         run_ranks(partial(prepare, eval_interval=0), two_files[0], {}, num_ranks=1)
 
 
+def streams(sizes: list[int | None]) -> list[Any]:
+    return [iter(()), None, None]
+
+
+def test_datasets_of_ones_own_without_a_length_are_refused_alike(two_files: list[str]) -> None:
+    plugin = {"tp_degree": 2, "custom_megatron_datasets_provider_function": streams}
+
+    errors = run_ranks(
+        partial(prepare, two_files[0]), plugin, num_ranks=2, errors="return", timeout=60
+    )
+
+    assert {type(error) for error in errors} == {ConfigurationError}
+    assert "returned list where three datasets with a length are needed" in str(errors[1])
+
+
 def prepared_after_the_model(prefix: str) -> list[int]:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(train_iters=5))
     model = TINY.build()

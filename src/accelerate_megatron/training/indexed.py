@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -284,13 +284,15 @@ def build_splits(
 
 
 def _checked(datasets: Any) -> Sequence[Any]:
-    if not isinstance(datasets, (list, tuple)) or len(datasets) != len(SPLITS):
+    has_three = isinstance(datasets, (list, tuple)) and len(datasets) == len(SPLITS)
+    if not has_three or not all(isinstance(each, Sized | None) for each in datasets):
         raise ConfigurationError(
             "custom_megatron_datasets_provider_function returned "
-            f"{type(datasets).__name__} where three datasets are needed: train, validation, test "
-            "(None for one without data)."
+            f"{type(datasets).__name__} where three datasets with a length are needed: train, "
+            "validation, test (None for one without data)."
         )
-    return datasets
+    three: Sequence[Any] = datasets
+    return three
 
 
 def _length(dataset: Any, size: int | None) -> int:
