@@ -116,11 +116,20 @@ def replicas_and_batch_size(accelerator: Accelerator, args: argparse.Namespace) 
     """Return how many replicas of the model there are, and one micro-batch of one of them.
 
     The latter is the batch size of their DataLoaders.
+
+    Raises:
+        SystemExit: The global batch is not made of them.
     """
     plugin = accelerator.state.megatron_lm_plugin
     ranks_of_one = plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size
     replicas = accelerator.num_processes // ranks_of_one
-    return replicas, args.global_batch_size // (replicas * args.num_micro_batches)
+    size, rest = divmod(args.global_batch_size, replicas * args.num_micro_batches)
+    if rest or not size:
+        raise SystemExit(
+            f"--global_batch_size {args.global_batch_size}: it must be a multiple of {replicas} "
+            f"replica(s) x {args.num_micro_batches} micro-batch(es)."
+        )
+    return replicas, size
 
 
 def evaluate(model: torch.nn.Module, loader: Iterable[Any]) -> float:
