@@ -31,6 +31,7 @@ SIGNATURES = {
     "print": "(self, *args, **kwargs)",
     "gather": "(self, tensor)",
     "gather_for_metrics": "(self, input_data, use_gather_object=False)",
+    "pad_across_processes": "(self, tensor, dim=0, pad_index=0, pad_first=False)",
     "reduce": "(self, tensor, reduction='sum', scale=1.0)",
     "check_trigger": "(self)",
     "no_sync": "(self, model)",

@@ -60,6 +60,25 @@ def test_reduce_counts_each_replica_once(gathered: Any) -> None:
         assert "reduction is 'max'; it must be sum, mean or none" in told["bad"]
 
 
+def pad_logits() -> Any:
+    """Pad what the last stages have, two columns or three, and None on the first stages."""
+    accelerator = start(pp_degree=2).accelerator
+    ranks = accelerator._running.ranks
+    logits = torch.ones(1, 2 + ranks.dp_rank) if ranks.is_last_stage else None
+    behind = accelerator.pad_across_processes(logits, dim=1, pad_index=-1)
+    before = accelerator.pad_across_processes({"a": logits}, dim=-1, pad_first=True)["a"]
+    other = accelerator.pad_across_processes(logits, dim=2)
+    return [None if x is None else x.tolist() for x in (accelerator.gather(behind), before, other)]
+
+
+def test_tensors_are_padded_over_the_replicas_that_have_any() -> None:
+    first, second, third, fourth = run_ranks(pad_logits, num_ranks=4, timeout=60)
+
+    assert first == second == [None, None, None]
+    assert third == [[[1, 1, -1], [1, 1, 1]], [[0, 1, 1]], [[1, 1]]]
+    assert fourth == [[[1, 1, -1], [1, 1, 1]], [[1, 1, 1]], [[1, 1, 1]]]
+
+
 def evaluate(plugin: dict[str, Any]) -> Any:
     """Gather the first token of every sample of a loader, inside another loader's loop."""
     started = start(samples=ragged_samples(20), batch_size=2, **plugin)

@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 from accelerate_megatron.errors import UnsupportedError
 from accelerate_megatron.state import is_last_local_process
-from accelerate_megatron.training.gather import cut_filler_rows, gather_rows, reduce_tensors
+from accelerate_megatron.training.gather import (
+    cut_filler_rows,
+    gather_rows,
+    pad_rows,
+    reduce_tensors,
+)
 from accelerate_megatron.training.loader import PreparedDataLoader
 
 
@@ -71,6 +76,13 @@ class BetweenRanks:
         if isinstance(loader, PreparedDataLoader):
             input_data = cut_filler_rows(input_data, loader.batch_size, loader.num_real_rows)
         return self.gather(input_data)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad to the largest size on the data-parallel ranks, for `gather`."""
+        group = self._running.ranks.dp_group
+        return pad_rows(tensor, group, dim=dim, value=pad_index, at_the_front=pad_first)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Add or average over the data-parallel ranks."""

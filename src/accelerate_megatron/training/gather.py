@@ -50,8 +50,9 @@ def _gather_one(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if len({shape[1:] for shape in shapes}) > 1:
         raise ConfigurationError(
             "A tensor to gather has rows of different shapes on different ranks: "
-            f"{', '.join(str(list(shape[1:])) for shape in shapes)}. Pad them to one shape; "
-            "batches have one length with MegatronLMPlugin(seq_length=...)."
+            f"{', '.join(str(list(shape[1:])) for shape in shapes)}. Pad them with "
+            "accelerator.pad_across_processes; batches have one length with "
+            "MegatronLMPlugin(seq_length=...)."
         )
     sizes = [shape[0] for shape in shapes]
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
@@ -68,6 +69,26 @@ def _all_shapes(rows: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[int,
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
     return [tuple(shape[1 : 1 + shape[0]]) for shape in (each.tolist() for each in gathered)]
+
+
+def pad_rows(
+    tensors: Any, group: dist.ProcessGroup, *, dim: int, value: Any, at_the_front: bool
+) -> Any:
+    """Pad each tensor along `dim` to the largest size on a rank of a data-parallel group.
+
+    All ranks of the group call it. What is no tensor, or has no such dim, stays as it is: the
+    ranks of a group have logits or None alike.
+    """
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        if not -tensor.dim() <= dim < tensor.dim():
+            return tensor
+        sizes = list(tensor.shape)
+        sizes[dim] = max(shape[dim] for shape in _all_shapes(tensor, group)) - sizes[dim]
+        padding = tensor.new_full(sizes, value)
+        return torch.cat([padding, tensor] if at_the_front else [tensor, padding], dim)
+
+    return recursively_apply(pad, tensors)
 
 
 def cut_filler_rows(tensors: Any, num_rows: int, num_real_rows: int) -> Any:
