@@ -41,11 +41,11 @@ MOST_HELD_UP = 0.2
 """How long a save in the background may hold the script up, in synchronous saves."""
 
 
-def build(gigabytes: float, **arguments: object) -> tuple[Accelerator, Any]:
+def build(gigabytes: float, **arguments: object) -> tuple[Accelerator, Any, Any]:
     """Prepare a model whose state has about that size, with Megatron's `arguments`.
 
     Returns:
-        The accelerator, and the prepared model.
+        The accelerator, and the prepared model and optimizer.
     """
     per_layer = 12 * HIDDEN * HIDDEN
     fixed = VOCABULARY * HIDDEN
@@ -64,8 +64,7 @@ def build(gigabytes: float, **arguments: object) -> tuple[Accelerator, Any]:
             eos_token_id=0,
         )
     )
-    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return accelerator, prepared
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -102,33 +101,38 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        accelerator, _ = build(args.gigabytes)
+        accelerator, *_ = build(args.gigabytes)
         found = measure(accelerator, folder, args.rounds)
         accelerator.free_memory()
-        accelerator, model = build(args.gigabytes, async_save=True)
-        found |= measure_background(accelerator, model, folder, args.rounds, found["save"])
+        accelerator, model, optimizer = build(args.gigabytes, async_save=True)
+
+        def update() -> None:
+            tokens = torch.zeros((1, POSITIONS), dtype=torch.long)
+            model(input_ids=tokens, labels=tokens)
+            optimizer.step()
+
+        found |= measure_background(accelerator, update, folder, args.rounds, found["save"])
         print(json.dumps(found, indent=2))
     finally:
         shutil.rmtree(folder)
 
 
 def measure_background(
-    accelerator: Accelerator, model: Any, folder: Path, rounds: int, save: float
+    accelerator: Accelerator, update: Callable[[], None], folder: Path, rounds: int, save: float
 ) -> dict[str, Any]:
     """Return how long saves in the background hold the script up.
 
     Args:
         accelerator: With `async_save`.
-        model: Prepared by it.
+        update: Does an update.
         folder: To write to.
         rounds: How many saves, after the first.
         save: Seconds of a synchronous save.
     """
     held_up, written = [], []
-    tokens = torch.zeros((1, POSITIONS), dtype=torch.long)
     for _ in range(rounds + 1):
         for _ in range(UPDATES_BETWEEN):
-            model(input_ids=tokens, labels=tokens)
+            update()
         begun = time.perf_counter()
         accelerator.save_state(str(folder / "background"))
         held_up.append(time.perf_counter() - begun)
