@@ -95,6 +95,20 @@ def problems_of(model: ModelShape | None = None, **plugin: Any) -> list[str]:
     )
 
 
+def test_parts_that_no_layer_has_are_not_recomputed() -> None:
+    parts = {"recompute_modules": ["core_attn", "mlp", "moe"]}
+    asked = {"recompute_granularity": "selective", "other_megatron_args": parts}
+    post_norm = shape(encoder=Encoder(token_types=2, norm_after=True, head="masked_lm"))
+    norms = {**asked, "other_megatron_args": {"recompute_modules": ["layernorm"]}}
+
+    (problem,) = problems_of(**asked)
+    (of_norms,) = problems_of(post_norm, **norms)
+
+    assert "recompute_modules has 'moe', and no layer of a llama model has such a part" in problem
+    assert "recompute_modules has 'layernorm'" in of_norms
+    assert problems_of(**norms) == []
+
+
 def test_logits_of_an_encoder_without_a_head_are_refused() -> None:
     without = shape(encoder=Encoder(token_types=2, norm_after=True, head="none"))
     with_head = shape(encoder=Encoder(token_types=2, norm_after=True, head="masked_lm"))

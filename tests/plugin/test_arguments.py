@@ -71,6 +71,10 @@ def test_a_known_name_without_a_place_is_refused_with_the_reason(
     [
         ({"seed": "many"}, "other_megatron_args: seed is 'many'; it must be a whole number"),
         ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"make_vocab_size_divisible_by": 0}, "is 0; it must be a whole number, 1 or more"),
+        ({"log_interval": 0}, "log_interval is 0; it must be a whole number, 1 or more"),
+        ({"recompute_modules": ["mlp", "attn"]}, "is 'attn'; it must be one of core_attn, layer"),
+        ({"recompute_modules": 3}, "recompute_modules is '3'; it must be one of core_attn"),
         ({"seed": float("inf")}, "seed is inf; it must be a whole number"),
         ({"rotary_base": "inf"}, "rotary_base is 'inf'; it must be a number"),
         ({"rotary_base": True}, "rotary_base is True; it must be a number"),

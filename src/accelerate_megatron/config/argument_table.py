@@ -44,6 +44,7 @@ class Argument:
         field: Its name there.
         kind: What a value has to be.
         choices: The words that are allowed, if only some are.
+        least: The smallest number that is allowed, if any is not.
         needs: What has to be on for it to have an effect; a key of `arguments.NEEDS`.
     """
 
@@ -51,6 +52,7 @@ class Argument:
     field: str
     kind: Kind
     choices: tuple[str, ...] = ()
+    least: int | None = None
     needs: str = ""
 
 
@@ -160,9 +162,15 @@ _EXPERTS = {
 _RUN = {
     **_same("run", "int", "seed"),
     **_same("run", "bool", "async_save"),
-    "make_vocab_size_divisible_by": Argument("run", "vocab_multiple", "int"),
+    "make_vocab_size_divisible_by": Argument("run", "vocab_multiple", "int", least=1),
     "cp_comm_type": Argument("layout", "cp_comm_type", "str", needs="context parallelism"),
-    "recompute_modules": Argument("recompute", "modules", "strs", needs="selective recomputation"),
+    "recompute_modules": Argument(
+        "recompute",
+        "modules",
+        "strs",
+        ("core_attn", "layernorm", "mlp", "moe", "shared_experts"),
+        needs="selective recomputation",
+    ),
 }
 
 _WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -189,8 +197,8 @@ _LOGGED = {
 
 _LOGGING = {
     # One log is written: both say how often.
-    "tensorboard_log_interval": Argument("logging", "interval", "int", needs="a log"),
-    "log_interval": Argument("logging", "interval", "int", needs="a log"),
+    "tensorboard_log_interval": Argument("logging", "interval", "int", least=1, needs="a log"),
+    "log_interval": Argument("logging", "interval", "int", least=1, needs="a log"),
     **{
         name: Argument("logging", switch, "bool", needs="a log") for name, switch in _LOGGED.items()
     },

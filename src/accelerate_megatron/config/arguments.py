@@ -139,7 +139,8 @@ def _converted(name: str, value: Any) -> Any:
     if argument.kind in ("int", "float"):
         return _number(value, argument, where)
     if argument.kind == "strs":
-        return tuple(value.split(",") if isinstance(value, str) else value)
+        words = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        return tuple(_chosen(word, argument, where) for word in words)
     text = str(value)
     if argument.kind == "dtype":
         word = text.removeprefix("torch.")
@@ -148,11 +149,15 @@ def _converted(name: str, value: Any) -> Any:
                 f"{where} is {value!r}; it must be one of fp32, bf16, fp16, fp8."
             )
         return DTYPE_WORDS[word]
-    if argument.choices and text not in argument.choices:
+    return _chosen(text, argument, where)
+
+
+def _chosen(word: str, argument: Argument, where: str) -> str:
+    if argument.choices and word not in argument.choices:
         raise ConfigurationError(
-            f"{where} is {value!r}; it must be one of {', '.join(argument.choices)}."
+            f"{where} is {word!r}; it must be one of {', '.join(argument.choices)}."
         )
-    return text
+    return word
 
 
 def _number(value: Any, argument: Argument, where: str) -> float:
@@ -161,8 +166,11 @@ def _number(value: Any, argument: Argument, where: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if isinstance(value, bool) or not isfinite(number) or (is_whole and not number.is_integer()):
+    is_good = not isinstance(value, bool) and isfinite(number)
+    is_good = is_good and (not is_whole or number.is_integer())
+    if not is_good or (argument.least is not None and number < argument.least):
         wanted = "a whole number" if is_whole else "a number"
+        wanted += "" if argument.least is None else f", {argument.least} or more"
         raise ConfigurationError(f"{where} is {value!r}; it must be {wanted}.")
     if not is_whole:
         return number

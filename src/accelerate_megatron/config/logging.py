@@ -40,8 +40,7 @@ def resolve_logging(plugin: Any) -> LoggingSettings | None:
     if plugin.set_all_logging_options:
         everything: dict[str, Any] = dict.fromkeys(_ALL, True)
         settings = replace(settings, **everything)
-    settings = replace(settings, **plugin.routed_arguments.of("logging"))
-    return replace(settings, interval=max(settings.interval, 1))
+    return replace(settings, **plugin.routed_arguments.of("logging"))
 
 
 PEAK_TFLOPS = {

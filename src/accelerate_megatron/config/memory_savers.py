@@ -91,6 +91,23 @@ def recompute_layer_problems(plugin: Any, layout: Layout, shape: ModelShape) -> 
     ]
 
 
+def recompute_module_problems(plugin: Any, shape: ModelShape) -> list[str]:
+    """Return which parts of layers are to be recomputed that no layer of the model has."""
+    experts, encoder = shape.experts, shape.encoder
+    is_missing = {
+        "layernorm": encoder is not None and encoder.norm_after,  # theirs stand after the sums
+        "mlp": not shape.has_dense_layers,
+        "moe": experts is None,
+        "shared_experts": experts is None or experts.shared_ffn_hidden_size is None,
+    }
+    return [
+        f"recompute_modules has {name!r}, and no layer of a {shape.model_type} model has such a "
+        "part that can be recomputed. Leave it out."
+        for name in plugin.routed_arguments.of("recompute").get("modules", ())
+        if is_missing.get(name)
+    ]
+
+
 def offload_problems(
     plugin: Any, *, optimizer_kind: str | None, decoupled: bool, on_cuda: bool
 ) -> list[str]:

@@ -13,6 +13,7 @@ from accelerate_megatron.config.layout import Layout
 from accelerate_megatron.config.memory_savers import (
     fsdp_problems,
     recompute_layer_problems,
+    recompute_module_problems,
 )
 from accelerate_megatron.config.nearest import nearest_layouts
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
@@ -101,6 +102,7 @@ def model_problems(
     problems = layout.model_problems(shape, num_micro_batches)
     if not problems:  # how many layers a stage has is known only then
         problems = recompute_layer_problems(plugin, layout, shape)
+    problems += recompute_module_problems(plugin, shape)
     problems += fsdp_problems(plugin, layout, shape)
     problems += encoder_decoder_length_problems(plugin, layout, shape)
     if plugin.custom_model_provider_function and shape.encoder_decoder and layout.pp_size > 1:
