@@ -73,13 +73,8 @@ def _section(family: Family) -> str:
     lines = [f"## {family.model_type}", "", f"`{', '.join(family.architectures)}`. {summary}", ""]
     always, options = _rows(family.parameters, family)
     lines += _table(always, options)
-    if family.disk_parameters is not None:
-        on_disk = _rows(family.disk_parameters, family)
-        known = {**always, **options}
-        others = [
-            {name: row for name, row in rows.items() if known.get(name) != row} for rows in on_disk
-        ]
-        lines += ["In files these are others:", "", *_table(*others)]
+    if family.disk_rows:
+        lines += ["In files these are others:", "", *_table(family.disk_rows, {})]
     return "\n".join(lines)
 
 

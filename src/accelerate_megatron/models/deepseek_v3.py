@@ -64,11 +64,6 @@ def deepseek_v3_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     }
 
 
-def deepseek_v3_disk_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the table of a DeepSeek-V3's folder."""
-    return {**deepseek_v3_parameters(shape), **expert_rows.SEPARATE}
-
-
 def deepseek_v3_shape(config: Any) -> ModelShape:
     """Translate a `DeepseekV3Config`.
 
@@ -141,6 +136,6 @@ DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     shape=deepseek_v3_shape,
     parameters=deepseek_v3_parameters,
-    disk_parameters=deepseek_v3_disk_parameters,
+    disk_rows=expert_rows.SEPARATE,
     disk_extras=_NEXT_TOKEN_LAYER,
 )

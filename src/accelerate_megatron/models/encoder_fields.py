@@ -38,10 +38,8 @@ def encoder_shape(
     named = [heads[name] for name in architectures if name in heads]
     head: Head = named[0] if named else "masked_lm"
     refuse(_problems(config, head))
-    hidden_size, num_heads = (
-        required(config, "hidden_size"),
-        required(config, "num_attention_heads"),
-    )
+    hidden_size = required(config, "hidden_size")
+    num_heads = required(config, "num_attention_heads")
     encoder = Encoder(
         token_types=required(config, "type_vocab_size"),
         norm_after=norm_after,
@@ -93,10 +91,8 @@ def _problems(config: Any, head: Head) -> list[str]:
             f"{owner}.tie_word_embeddings is False: a BERT's output layer is its word embedding "
             "here; set it to True, and call model.tie_weights() on a model that is already made."
         )
-    hidden_size, num_heads = (
-        required(config, "hidden_size"),
-        required(config, "num_attention_heads"),
-    )
+    hidden_size = required(config, "hidden_size")
+    num_heads = required(config, "num_attention_heads")
     if hidden_size % num_heads:
         problems.append(
             f"{owner}.hidden_size is {hidden_size} and num_attention_heads is {num_heads}: "

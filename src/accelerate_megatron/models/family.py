@@ -22,8 +22,8 @@ class Family:
             config's field and value, for what the engine cannot represent.
         parameters: The table, by canonical Megatron name, for a shape. `{layer}` in a
             name stands for the layer's index. It has the names of a model in memory.
-        disk_parameters: The same with the names in safetensors files, for a family whose
-            models rename or fuse tensors while they load. None: the names are the same.
+        disk_rows: The rows of the table that are others in safetensors files, of a family whose
+            models rename or fuse tensors while they load.
         base_prefix: What the names of the model without its head lack: transformers loads a
             folder that was saved from a `GPT2Model` into a `GPT2LMHeadModel`.
         disk_extras: Regular expressions of names in files that hold no weights, such as the
@@ -42,7 +42,7 @@ class Family:
     architectures: tuple[str, ...]
     shape: Callable[[Any], ModelShape]
     parameters: Callable[[ModelShape], Mapping[str, Parameter]]
-    disk_parameters: Callable[[ModelShape], Mapping[str, Parameter]] | None = None
+    disk_rows: Mapping[str, Parameter] = field(default_factory=dict)
     base_prefix: str = "model"
     disk_extras: tuple[str, ...] = ()
     disk_copies: Mapping[str, str] = field(default_factory=dict)
@@ -52,4 +52,4 @@ class Family:
 
     def disk_table(self, shape: ModelShape) -> Mapping[str, Parameter]:
         """Return the table of the names in files, for a shape."""
-        return (self.disk_parameters or self.parameters)(shape)
+        return {**self.parameters(shape), **self.disk_rows}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from accelerate_megatron.models.family import Family
@@ -42,20 +42,9 @@ def without_learned_positions(family: Family, own: ModelShape) -> Family:
     """
     row = family.parameters(own)[LEARNED_POSITIONS]
     assert isinstance(row, Direct), "positions are one tensor in every family"
-    disk = family.disk_parameters
-    return replace(
-        family,
-        parameters=_without(family.parameters),
-        disk_parameters=None if disk is None else _without(disk),
-        left_out=(row.hf,),
-    )
 
-
-def _without(
-    table: Callable[[ModelShape], Mapping[str, Parameter]],
-) -> Callable[[ModelShape], Mapping[str, Parameter]]:
     def smaller(shape: ModelShape) -> Mapping[str, Parameter]:
-        rows = table(shape)
+        rows = family.parameters(shape)
         return {name: row for name, row in rows.items() if name != LEARNED_POSITIONS}
 
-    return smaller
+    return replace(family, parameters=smaller, left_out=(row.hf,))

@@ -43,11 +43,6 @@ def glm4_moe_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     }
 
 
-def glm4_moe_disk_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the table of a GLM-4.5's folder."""
-    return {**glm4_moe_parameters(shape), **expert_rows.SEPARATE}
-
-
 def glm4_moe_shape(config: Any) -> ModelShape:
     """Translate a `Glm4MoeConfig`.
 
@@ -82,6 +77,6 @@ GLM4_MOE = Family(
     architectures=("Glm4MoeForCausalLM",),
     shape=glm4_moe_shape,
     parameters=glm4_moe_parameters,
-    disk_parameters=glm4_moe_disk_parameters,
+    disk_rows=expert_rows.SEPARATE,
     disk_extras=_NEXT_TOKEN_LAYERS,
 )

@@ -41,12 +41,12 @@ def _qkv_rows(shape: ModelShape) -> int:
     return (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels
 
 
-def _fc1_rows(shape: ModelShape) -> int:
-    return shape.ffn_hidden_size * (2 if shape.gated_mlp else 1)
-
-
 def _attention_width(shape: ModelShape) -> int:
     return shape.num_attention_heads * shape.kv_channels
+
+
+def _attention_output(shape: ModelShape) -> TensorShape:
+    return (shape.hidden_size, _attention_width(shape))
 
 
 def _position_bias(shape: ModelShape) -> TensorShape:
@@ -72,6 +72,7 @@ def _experts(shape: ModelShape) -> Experts:
 
 
 def _gated(shape: ModelShape, channels: int) -> int:
+    """Return the rows of a first linear layer: gate and up where it is gated."""
     return channels * (2 if shape.gated_mlp else 1)
 
 
@@ -157,15 +158,15 @@ MEGATRON_SHAPES: dict[str, Callable[[ModelShape], TensorShape]] = {
         (_query_rank(s),) if s.latent else (s.kv_channels,)
     ),
     f"{_LAYER}.self_attention.k_layernorm.weight": lambda s: (s.kv_channels,),
-    f"{_LAYER}.self_attention.linear_proj.weight": lambda s: (
-        s.hidden_size,
-        s.num_attention_heads * s.kv_channels,
-    ),
+    f"{_LAYER}.self_attention.linear_proj.weight": _attention_output,
     f"{_LAYER}.self_attention.linear_proj.bias": _hidden,
     f"{_LAYER}.mlp.linear_fc1.layer_norm_weight": _hidden,
     f"{_LAYER}.mlp.linear_fc1.layer_norm_bias": _hidden,
-    f"{_LAYER}.mlp.linear_fc1.weight": lambda s: (_fc1_rows(s), s.hidden_size),
-    f"{_LAYER}.mlp.linear_fc1.bias": lambda s: (_fc1_rows(s),),
+    f"{_LAYER}.mlp.linear_fc1.weight": lambda s: (
+        _gated(s, s.ffn_hidden_size),
+        s.hidden_size,
+    ),
+    f"{_LAYER}.mlp.linear_fc1.bias": lambda s: (_gated(s, s.ffn_hidden_size),),
     f"{_LAYER}.mlp.linear_fc2.weight": lambda s: (s.hidden_size, s.ffn_hidden_size),
     f"{_LAYER}.mlp.linear_fc2.bias": _hidden,
     f"{_LAYER}.pre_mlp_layernorm.weight": _hidden,
@@ -191,12 +192,9 @@ MEGATRON_SHAPES: dict[str, Callable[[ModelShape], TensorShape]] = {
         2 * _attention_width(s),
         s.hidden_size,
     ),
-    f"{_LAYER}.cross_attention.linear_proj.weight": lambda s: (
-        s.hidden_size,
-        _attention_width(s),
-    ),
-    "decoder_relative_pos_emb.relative_attention_bias.weight": lambda s: _position_bias(s),
-    "encoder_relative_pos_emb.relative_attention_bias.weight": lambda s: _position_bias(s),
+    f"{_LAYER}.cross_attention.linear_proj.weight": _attention_output,
+    "decoder_relative_pos_emb.relative_attention_bias.weight": _position_bias,
+    "encoder_relative_pos_emb.relative_attention_bias.weight": _position_bias,
     f"{_LAYER}.post_self_attn_layernorm.weight": _hidden,
     f"{_LAYER}.post_self_attn_layernorm.bias": _hidden,
     f"{_LAYER}.post_mlp_layernorm.weight": _hidden,

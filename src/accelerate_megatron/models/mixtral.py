@@ -55,11 +55,6 @@ def mixtral_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     }
 
 
-def mixtral_disk_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the table of a Mixtral's folder."""
-    return {**mixtral_parameters(shape), **_SEPARATE}
-
-
 def mixtral_shape(config: Any) -> ModelShape:
     """Translate a `MixtralConfig`.
 
@@ -113,6 +108,6 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     shape=mixtral_shape,
     parameters=mixtral_parameters,
-    disk_parameters=mixtral_disk_parameters,
+    disk_rows=_SEPARATE,
     disk_extras=rows.OLD_ROTARY_BUFFERS,
 )

@@ -52,11 +52,6 @@ def qwen2_moe_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     }
 
 
-def qwen2_moe_disk_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the table of a Qwen2-MoE's folder."""
-    return {**qwen2_moe_parameters(shape), **expert_rows.SEPARATE}
-
-
 def qwen2_moe_shape(config: Any) -> ModelShape:
     """Translate a `Qwen2MoeConfig`.
 
@@ -102,5 +97,5 @@ QWEN2_MOE = Family(
     architectures=("Qwen2MoeForCausalLM",),
     shape=qwen2_moe_shape,
     parameters=qwen2_moe_parameters,
-    disk_parameters=qwen2_moe_disk_parameters,
+    disk_rows=expert_rows.SEPARATE,
 )

@@ -46,11 +46,6 @@ def qwen3_moe_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     }
 
 
-def qwen3_moe_disk_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the table of a Qwen3-MoE's folder."""
-    return {**qwen3_moe_parameters(shape), **expert_rows.SEPARATE}
-
-
 def qwen3_moe_shape(config: Any) -> ModelShape:
     """Translate a `Qwen3MoeConfig`.
 
@@ -95,5 +90,5 @@ QWEN3_MOE = Family(
     architectures=("Qwen3MoeForCausalLM",),
     shape=qwen3_moe_shape,
     parameters=qwen3_moe_parameters,
-    disk_parameters=qwen3_moe_disk_parameters,
+    disk_rows=expert_rows.SEPARATE,
 )
