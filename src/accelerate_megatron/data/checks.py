@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerate_megatron.data.collate import DECODER_KEYS, IGNORED_LABEL, BatchShape
+from accelerate_megatron.data.collate import DECODER_KEYS, IGNORED_LABEL, MASKS, BatchShape
 from accelerate_megatron.data.row_labels import RowLabels, check_row_labels
 from accelerate_megatron.errors import BatchError
 
-_MASKS = ("attention_mask", "decoder_attention_mask")
 _LIKE_INPUT = (
     "labels",
     "shift_labels",
@@ -150,20 +149,20 @@ def _check_like_input(
     batch: Mapping[str, object], key: str, input_ids: torch.Tensor, limits: BatchLimits
 ) -> None:
     """Check a tensor that has one entry for each token."""
-    values = _integers(batch, key, also=torch.bool if key in _MASKS else None)
+    values = _integers(batch, key, also=torch.bool if key in MASKS else None)
     if values.shape != input_ids.shape:
         raise BatchError(
             f"{key} has the shape {list(values.shape)} and input_ids {list(input_ids.shape)}; "
             f"both have to be [b, s], one entry per token."
         )
-    _check_values(batch, key, values, limits)
+    _check_values(key, values, limits)
 
 
 def _check_like_labels(
     batch: Mapping[str, object], key: str, input_ids: torch.Tensor, limits: BatchLimits
 ) -> None:
     """Check a tensor that has one entry for each token of the decoder."""
-    values = _integers(batch, key, also=torch.bool if key in _MASKS else None)
+    values = _integers(batch, key, also=torch.bool if key in MASKS else None)
     if values.dim() != 2 or values.shape[0] != input_ids.shape[0] or values.shape[1] == 0:
         raise BatchError(
             f"{key} has the shape {list(values.shape)} and input_ids {list(input_ids.shape)}; the "
@@ -175,12 +174,10 @@ def _check_like_labels(
             f"{key} has the shape {list(values.shape)} and labels {list(labels.shape)}; both have "
             "one entry for each token of the decoder."
         )
-    _check_values(batch, key, values, limits)
+    _check_values(key, values, limits)
 
 
-def _check_values(
-    batch: Mapping[str, object], key: str, values: torch.Tensor, limits: BatchLimits
-) -> None:
+def _check_values(key: str, values: torch.Tensor, limits: BatchLimits) -> None:
     if key in ("labels", "shift_labels"):
         _check_range(values[values != IGNORED_LABEL], key, limits.vocab_size)
     elif key == "decoder_input_ids":
@@ -189,7 +186,7 @@ def _check_values(
         _check_token_types(values, limits.token_types)
     elif key == "position_ids":
         _check_positions(values, limits.max_positions)
-    elif key in _MASKS and ((values != 0) & (values != 1)).any():
+    elif key in MASKS and ((values != 0) & (values != 1)).any():
         wrong = values[(values != 0) & (values != 1)][0].item()
         raise BatchError(
             f"{key} holds the value {wrong}; it has to be 1 where a token is to be seen "

@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 DECODER_KEYS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """What an encoder-decoder model's batch has for its decoder, with a length of its own."""
 
-_MASKS = ("attention_mask", "decoder_attention_mask")
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 _PADDING = {
     "labels": IGNORED_LABEL,
@@ -273,7 +273,7 @@ def _filler_rows(key: str, rows: int, like: torch.Tensor) -> torch.Tensor:
     and its NaN would reach the gradients of every other row. Their labels are all -100, or NaN
     where labels are numbers, since any number can be one.
     """
-    value: float = 1 if key in _MASKS else _PADDING.get(key, 0)
+    value: float = 1 if key in MASKS else _PADDING.get(key, 0)
     if key == "labels" and like.is_floating_point():
         value = float("nan")
     return like.new_full((rows, *like.shape[1:]), value)

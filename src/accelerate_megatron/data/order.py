@@ -142,21 +142,14 @@ class OrderWitness:
 class _OwnBatches:
     """A batch sampler that gives every n-th batch of another one."""
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        *,
-        rank: int,
-        num_ranks: int,
-        enter_order: EnterStream,
-        witness: OrderWitness,
-    ) -> None:
-        self.num_skipped = 0
+    enter_order: EnterStream
+    witness: OrderWitness
+    num_skipped: int
+
+    def __init__(self, batch_sampler: Any, *, rank: int, num_ranks: int) -> None:
         self.batch_sampler = batch_sampler
         self._rank = rank
         self._num_ranks = num_ranks
-        self.enter_order = enter_order
-        self.witness = witness
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batch_sampler)
@@ -188,10 +181,7 @@ class OwnPart:
         self._own: DataLoader[Any] | None = None
 
     def batches(
-        self,
-        witness: OrderWitness,
-        enter_order: EnterStream = nullcontext,
-        num_skipped: int = 0,
+        self, witness: OrderWitness, enter_order: EnterStream, num_skipped: int
     ) -> Iterator[Any]:
         """Return an iterator over this rank's batches of a new epoch.
 
@@ -215,11 +205,7 @@ class OwnPart:
         """Return the loader of this rank's batches; kept, as its workers may be persistent."""
         if self._own is None:
             batch_sampler = _OwnBatches(
-                self._dataloader.batch_sampler,
-                rank=self._rank,
-                num_ranks=self._num_ranks,
-                enter_order=enter_order,
-                witness=witness,
+                self._dataloader.batch_sampler, rank=self._rank, num_ranks=self._num_ranks
             )
             self._own = _with_batch_sampler(self._dataloader, batch_sampler)
         own_batches: Any = self._own.batch_sampler

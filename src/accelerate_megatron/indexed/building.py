@@ -93,17 +93,14 @@ def build(
     folder.mkdir(exist_ok=True)
     with _alone_in(folder):
         _claim(folder, plan, parts)
-        missing = [n for n in range(len(parts)) if not _finished(folder, n).exists()]
-        found = len(parts) - len(missing)
-        for number in sorted(set(range(len(parts))) - set(missing)):
-            if on_part is not None:
-                on_part(parts[number])
-        for number in _encode_parts(plan, parts, missing, folder):
+        found = [n for n in range(len(parts)) if _finished(folder, n).exists()]
+        missing = sorted(set(range(len(parts))) - set(found))
+        for number in chain(found, _encode_parts(plan, parts, missing, folder)):
             if on_part is not None:
                 on_part(parts[number])
         report = _join(plan, folder, len(parts))
         shutil.rmtree(folder)
-    return BuildReport(**report, seconds=time.perf_counter() - start, parts_found=found)
+    return BuildReport(**report, seconds=time.perf_counter() - start, parts_found=len(found))
 
 
 def _check_output(plan: BuildPlan, overwrite: bool) -> None:
@@ -211,7 +208,10 @@ def _encode_part(job: tuple[int, Part]) -> int:
     plan, encoder = _Worker.plan, _Worker.encoder
     lengths: dict[str, list[int]] = {key: [] for key in plan.keys}
     counts: dict[str, list[int]] = {key: [] for key in plan.keys}
-    paths = {key: _Worker.folder / f"{number:06d}.{place}.bin" for place, key in _placed(plan)}
+    # By place: a key may hold what no file name can.
+    paths = {
+        key: _Worker.folder / f"{number:06d}.{place}.bin" for place, key in enumerate(plan.keys)
+    }
     files = {key: path.open("wb") for key, path in paths.items()}
     try:
         for documents in _batches(read_documents(part, plan.keys)):
@@ -225,7 +225,7 @@ def _encode_part(job: tuple[int, Part]) -> int:
         for file in files.values():
             file.close()
     arrays = {}
-    for place, key in _placed(plan):
+    for place, key in enumerate(plan.keys):
         arrays[f"lengths{place}"] = np.array(lengths[key], np.int32)
         arrays[f"counts{place}"] = np.array(counts[key], np.int64)
     unfinished = _finished(_Worker.folder, number).with_suffix(".tmp")
@@ -233,11 +233,6 @@ def _encode_part(job: tuple[int, Part]) -> int:
         np.savez(file, allow_pickle=False, **arrays)
     unfinished.rename(_finished(_Worker.folder, number))
     return number
-
-
-def _placed(plan: BuildPlan) -> list[tuple[int, str]]:
-    """Return the keys with their places; a key may hold what no file name can."""
-    return list(enumerate(plan.keys))
 
 
 def _finished(folder: Path, number: int) -> Path:
@@ -278,7 +273,7 @@ def _join(plan: BuildPlan, folder: Path, num_parts: int) -> dict[str, Any]:
     """Join the parts into the files of each key; return the counts of a `BuildReport`."""
     found = [_read_arrays(_finished(folder, n)) for n in range(num_parts)]
     tokens, empty, documents = {}, {}, 0
-    for place, key in _placed(plan):
+    for place, key in enumerate(plan.keys):
         lengths = np.concatenate([arrays[f"lengths{place}"] for arrays in found])
         counts = np.concatenate([arrays[f"counts{place}"] for arrays in found])
         prefix = plan.prefix_of(key)

@@ -68,9 +68,9 @@ def inspect(prefix: str, *, vocab_size: int | None = None) -> Contents:
     return Contents(index, smallest, largest, _histogram(index.document_lengths()))
 
 
-def sample_documents(index: Index, number: int, seed: int = 0) -> list[tuple[int, list[int]]]:
-    """Return (document, its token ids) of some documents chosen at random, in order."""
-    chosen = np.random.default_rng(seed).permutation(index.num_documents)[:number]
+def sample_documents(index: Index, number: int) -> list[tuple[int, list[int]]]:
+    """Return (document, its token ids) of some documents, the same at each call, in order."""
+    chosen = np.random.default_rng(0).permutation(index.num_documents)[:number]
     tokens, lengths = index.tokens(), index.document_lengths()
     starts = np.concatenate([[0], np.cumsum(lengths)])
     return [(int(n), tokens[starts[n] : starts[n + 1]].tolist()) for n in sorted(chosen)]

@@ -64,10 +64,11 @@ def choose_weights(
     folder = folder_of(model, weights)
     if folder is not None:
         return open_folder(folder, family, shape, rank=rank, num_ranks=num_ranks)
+    table = family.parameters(shape)
     if not is_on_meta(model):
         source = LiveSource(model, left_out=family.left_out)
-        return _checked(source, family.parameters(shape), shape)
-    table = family.parameters(shape)
+        check_source(source, table, shape)
+        return ChosenWeights(source, table)
     log_once(
         logger,
         f"The {type(model).__name__} is on the meta device and its config names no folder with "
@@ -121,13 +122,6 @@ def folder_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Path 
     if weights is not None:
         return Path(weights)
     return _folder_of_config(model) if is_on_meta(model) else None
-
-
-def _checked(
-    source: TensorSource, table: Mapping[str, Parameter], shape: ModelShape
-) -> ChosenWeights:
-    check_source(source, table, shape)
-    return ChosenWeights(source, table)
 
 
 def _folder_of_config(model: nn.Module) -> Path | None:

@@ -129,9 +129,9 @@ class FolderSource:
         folder: Path,
         *,
         expected: Collection[str],
-        prefix: str = "model",
-        extras: Collection[str] = (),
-        tied: Mapping[str, str] | None = None,
+        prefix: str,
+        extras: Collection[str],
+        tied: Mapping[str, str],
     ) -> None:
         """Open all files of the folder.
 
@@ -164,7 +164,7 @@ class FolderSource:
         self._on_disk = canonical_names(self._file_of, expected, prefix, extras)
         self.copies = {
             copy: original
-            for copy, original in (tied or {}).items()
+            for copy, original in tied.items()
             if copy in self._on_disk and original in self._on_disk
         }
         self._refuse_integers()
