@@ -15,14 +15,14 @@ from accelerate_megatron.errors import UnsupportedError
 class Checkpoints:
     """`save_state`, `load_state` and `skip_first_batches` of an `Accelerator`."""
 
-    _background_save: BackgroundSave
+    _background_save: BackgroundSave | None = None
     _goes_on_in_mid_epoch = True
     """Whether a loader continues its epoch after `load_state`, or starts it again in the same
     order, for a script that skips what was used by itself."""
 
     def _checkpoint_settings(self) -> dict[str, Any]:
         """Return what decides which ranks meet in a save, and so must be equal on all."""
-        configuration: Any = getattr(self, "project_configuration", None)
+        configuration: Any = self.project_configuration  # type: ignore[attr-defined]  # accelerate's
         return {
             "automatic_checkpoint_naming": configuration.automatic_checkpoint_naming,
             "total_limit": configuration.total_limit,
@@ -39,7 +39,7 @@ class Checkpoints:
     def _forget_saves(self) -> None:
         """Wait for a save in the background, and let go of what it needed. Every rank calls it."""
         self.wait_for_save()
-        if getattr(self, "_background_save", None) is not None:
+        if self._background_save is not None:
             self._background_save.close()
 
     def wait_for_save(self) -> None:
@@ -50,7 +50,7 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be written; alike on every rank.
         """
-        if getattr(self, "_background_save", None) is not None:
+        if self._background_save is not None:
             self._background_save.wait()
 
     def save_state(

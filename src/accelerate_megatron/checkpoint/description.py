@@ -12,7 +12,7 @@ _PACKAGES = ("accelerate-megatron", "megatron-core", "torch", "accelerate", "tra
 def describe_run(run: Any, num_ranks: int) -> dict[str, Any]:
     """Return the run's layout, model, precision and versions, as JSON can hold them."""
     return {
-        "layout": {**asdict(run.layout), "dp_size": run.layout.dp_size},
+        "layout": _layout_of(run),
         "model": {
             name: value
             for name, value in asdict(run.shape).items()
@@ -30,8 +30,11 @@ def describe_run(run: Any, num_ranks: int) -> dict[str, Any]:
 
 def has_same_ranks(saved: dict[str, Any], run: Any) -> bool:
     """Return whether every rank stands where it stood in the run that was saved."""
-    layout = {**asdict(run.layout), "dp_size": run.layout.dp_size}
-    return bool(saved.get("layout") == layout)
+    return bool(saved.get("layout") == _layout_of(run))
+
+
+def _layout_of(run: Any) -> dict[str, Any]:
+    return {**asdict(run.layout), "dp_size": run.layout.dp_size}
 
 
 def _version(name: str) -> str | None:

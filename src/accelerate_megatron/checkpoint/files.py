@@ -43,10 +43,6 @@ class HashingFile(io.RawIOBase):
         self.failure: OSError | None = None
         """Why a write failed: a caller in C++ may report something else."""
 
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
     def write(self, content: Any) -> int:
         """Write all of `content`; a partial write of the system is continued."""
         view = memoryview(content).cast("B")
@@ -77,9 +73,6 @@ class HashingFile(io.RawIOBase):
     def tell(self) -> int:
         """Return the number of bytes written."""
         return self._num_bytes
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
 
     def sync(self) -> FileFacts:
         """Wait until the content is on the disk, and return what was written. Ends the writing.

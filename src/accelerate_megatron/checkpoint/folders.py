@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +43,16 @@ def automatic_folder(parent: Path, number: int) -> Path:
     return parent / f"checkpoint_{number}"
 
 
+def number_of(checkpoint: Path) -> int | None:
+    """Return the number of an automatic checkpoint; None for one of another name."""
+    match = _AUTOMATIC.match(checkpoint.name)
+    return int(match["number"]) if match else None
+
+
 def next_number(parent: Path, at_least: int) -> int:
     """Return the number of the next automatic checkpoint: higher than any that is there."""
-    numbers = [
-        int(match["number"]) + 1 for name in _names(parent) if (match := _AUTOMATIC.match(name))
-    ]
-    return max([at_least, *numbers])
+    numbers = (number_of(parent / name) for name in _names(parent))
+    return max([at_least, *(number + 1 for number in numbers if number is not None)])
 
 
 def temporary_folder(checkpoint: Path, checkpoint_id: str) -> Path:
@@ -138,9 +141,8 @@ def find_checkpoints(parent: Path) -> list[Found]:
 
 
 def _age(found: Found) -> tuple[int, float]:
-    match = _AUTOMATIC.match(found.path.name)
-    number = int(match["number"]) if match else -1
-    return number, found.manifest.created if found.manifest else 0.0
+    number = number_of(found.path)
+    return -1 if number is None else number, found.manifest.created if found.manifest else 0.0
 
 
 def find_unfinished(parent: Path) -> list[Path]:
@@ -158,7 +160,7 @@ def remove_leftovers(parent: Path, name: str | None) -> list[Path]:
         name: The one checkpoint that the lock is for; None for all in `parent`.
     """
     removed = []
-    for entry in list(_names(parent)):
+    for entry in _names(parent):
         match = _SAVING.match(entry) or _DELETING.match(entry)
         if match and name in (None, match["name"]):
             shutil.rmtree(parent / entry)
@@ -169,7 +171,8 @@ def remove_leftovers(parent: Path, name: str | None) -> list[Path]:
 
 def keep_newest(parent: Path, limit: int) -> list[Path]:
     """Delete the oldest automatic checkpoints beyond `limit`, never the newest; return them."""
-    automatic = [item.path for item in find_checkpoints(parent) if _AUTOMATIC.match(item.path.name)]
+    found = [item.path for item in find_checkpoints(parent)]
+    automatic = [path for path in found if number_of(path) is not None]
     surplus = automatic[: -max(limit, 1)]
     for path in surplus:
         # Renamed first: a deletion that is interrupted leaves no half of a checkpoint.
@@ -179,5 +182,5 @@ def keep_newest(parent: Path, limit: int) -> list[Path]:
     return surplus
 
 
-def _names(parent: Path) -> Iterator[str]:
-    return iter(sorted(os.listdir(parent)) if parent.is_dir() else [])
+def _names(parent: Path) -> list[str]:
+    return sorted(os.listdir(parent)) if parent.is_dir() else []

@@ -101,41 +101,36 @@ def load_state(
     """
     session = accelerator._running.session
     accelerator._background_save.wait()
-    if input_dir not in (None, AUTO):
-        assert input_dir is not None
+    source: _Source | None
+    if input_dir is None or input_dir == AUTO:
+        source = _newest(accelerator, may_be_none=input_dir == AUTO)
+        if source is None:
+            return None
+    else:
         path = Path(os.path.abspath(input_dir))
         foreign = on_first_rank(lambda: find_megatron_lm(path))
         if foreign is not None:
             return load_megatron_lm(accelerator, foreign, allow_pickle=allow_pickle)
-    source = _choose(accelerator, input_dir)
-    if source is None:
-        return None
+        source = on_first_rank(lambda: _Source(path, read_manifest(path)))
+        problems = _problems(source)
+        if problems:
+            raise CheckpointError(_damaged(source, problems))
     content = _read_small_parts(accelerator, session, source, allow_pickle=allow_pickle)
     hooks = accelerator._load_model_state_pre_hook.values()
     run_hooks([partial(hook, accelerator._models, str(source.data)) for hook in hooks])
     folder = source.data / TENSORS
     on_every_rank(lambda: read_tensors(content.pieces, TensorReader(folder, content.metadata)))
     on_every_rank(lambda: _put_back(accelerator, session, content))
-    if source.checkpoint.name.startswith("checkpoint_"):
-        number = source.checkpoint.name.rpartition("_")[2]
-        if number.isdecimal():
-            accelerator.project_configuration.iteration = int(number) + 1
+    number = folders.number_of(source.checkpoint)
+    if number is not None:
+        accelerator.project_configuration.iteration = number + 1
     if is_logging_rank():
         logger.info("Loaded %s, after %d updates.", source.checkpoint, session.num_updates)
     return str(source.checkpoint)
 
 
-def _choose(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> _Source | None:
-    """Return the checkpoint to load, whole on all ranks; None for a fresh start."""
-    is_searched = input_dir is None or input_dir == AUTO
-    if not is_searched:
-        assert input_dir is not None
-        path = Path(os.path.abspath(input_dir))
-        source = on_first_rank(lambda: _Source(path, read_manifest(path)))
-        problems = _problems(source)
-        if problems:
-            raise CheckpointError(_damaged(source, problems))
-        return source
+def _newest(accelerator: Any, *, may_be_none: bool) -> _Source | None:
+    """Return the newest checkpoint that is whole on all ranks; None for a fresh start."""
     parent, candidates, unreadable = on_first_rank(lambda: _search(accelerator))
     for source in candidates:
         problems = _problems(source)
@@ -143,7 +138,7 @@ def _choose(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> _Sour
             return source
         _warn("%s The checkpoint before it is tried.", _damaged(source, problems))
     # A fresh start would go on saving there, and retention would delete what may yet be saved.
-    if candidates or unreadable or input_dir is None:
+    if candidates or unreadable or not may_be_none:
         reasons = [f"{path}: {problem}" for path, problem in unreadable.items()]
         raise CheckpointError(
             f"{parent} holds no checkpoint that can be loaded"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,8 @@ _ALLOWED_NAMES = (
 """What Megatron-LM's arguments may hold besides plain values and dtypes."""
 
 
-@dataclass(frozen=True)
-class MegatronLMCheckpoint:
-    """The folder of one iteration; the same on all ranks."""
-
-    folder: Path
-
-
-def find_megatron_lm(path: Path) -> MegatronLMCheckpoint | None:
-    """Return Megatron-LM's checkpoint at `path`, or None when there is none. On one rank.
+def find_megatron_lm(path: Path) -> Path | None:
+    """Return the folder of Megatron-LM's checkpoint at `path`; None without one. On one rank.
 
     Args:
         path: Megatron-LM's `--save` folder, or the folder of one iteration in it.
@@ -93,7 +85,7 @@ def find_megatron_lm(path: Path) -> MegatronLMCheckpoint | None:
     elif not (path / "metadata.json").is_file() or not (path / COMMON_PT).is_file():
         return None
     _check_format(folder)
-    return MegatronLMCheckpoint(folder)
+    return folder
 
 
 def _check_format(folder: Path) -> None:
@@ -109,9 +101,7 @@ def _check_format(folder: Path) -> None:
         )
 
 
-def load_megatron_lm(
-    accelerator: Any, found: MegatronLMCheckpoint, *, allow_pickle: bool = False
-) -> str:
+def load_megatron_lm(accelerator: Any, folder: Path, *, allow_pickle: bool = False) -> str:
     """Load the weights and the number of updates; return the folder. Every rank calls it.
 
     Optimizer and schedule start anew, which the plugin has to say.
@@ -124,12 +114,12 @@ def load_megatron_lm(
     session = accelerator._running.session
     if session.optimizer is not None and not accelerator.state.megatron_lm_plugin.no_load_optim:
         raise CheckpointMismatchError(
-            f"{found.folder} is a checkpoint of Megatron-LM's, of which the weights are loaded and "
+            f"{folder} is a checkpoint of Megatron-LM's, of which the weights are loaded and "
             "the optimizer is not, but an optimizer was prepared. Set "
             "MegatronLMPlugin(no_load_optim=True) to start it and its schedule anew."
         )
     read: list[tuple[Metadata, dict[str, Any]]] = []
-    on_every_rank(lambda: read.append(read_megatron_lm(found.folder, allow_pickle=allow_pickle)))
+    on_every_rank(lambda: read.append(read_megatron_lm(folder, allow_pickle=allow_pickle)))
     metadata, common = read[0]
     shapes = {
         name: shape
@@ -143,18 +133,18 @@ def load_megatron_lm(
         saved_names=set(shapes),
         has_stacked_layers=any(name.startswith(_STACKED) for name in shapes),
     )
-    _check_same_model(found, session.run.shape, common, shapes, pieces)
-    on_every_rank(lambda: read_tensors(pieces, TensorReader(found.folder, metadata)))
+    _check_same_model(folder, session.run.shape, common, shapes, pieces)
+    on_every_rank(lambda: read_tensors(pieces, TensorReader(folder, metadata)))
     if session.optimizer is not None:
         session.optimizer.reload_model_params()
     session.num_updates = int(common.get("iteration", 0))
     if is_logging_rank():
         logger.info(
             "Loaded the weights of %s, Megatron-LM's, after %d updates.",
-            found.folder,
+            folder,
             session.num_updates,
         )
-    return str(found.folder)
+    return str(folder)
 
 
 def find_iterations(parent: Path) -> list[Path]:
@@ -208,7 +198,7 @@ def told_arguments(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_model(
-    found: MegatronLMCheckpoint,
+    folder: Path,
     shape: Any,
     common: dict[str, Any],
     saved: dict[str, tuple[int, ...]],
@@ -224,7 +214,7 @@ def _check_same_model(
         if is_padded and name in saved and saved[name][0] < shape.vocab_size
     ]
     if lines:
-        raise CheckpointMismatchError(f"{found.folder} is of another model:{shown(lines)}")
+        raise CheckpointMismatchError(f"{folder} is of another model:{shown(lines)}")
 
 
 def argument_differences(args: Any, shape: Any) -> list[str]:

@@ -80,8 +80,8 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> s
 
 def _finish(accelerator: Any, target: Target, step: int) -> None:
     """Note that the checkpoint is complete. Every rank calls it, in the main thread."""
-    if target.is_automatic:
-        number = int(target.checkpoint.name.rpartition("_")[2])
+    number = folders.number_of(target.checkpoint)
+    if target.is_automatic and number is not None:
         accelerator.project_configuration.iteration = number + 1
     if is_logging_rank():
         logger.info("Saved %s after %d updates.", target.checkpoint, step)
@@ -144,18 +144,14 @@ def _choose_target(accelerator: Any, output_dir: str | os.PathLike[str] | None) 
     if is_automatic:
         number = folders.next_number(parent, configuration.iteration)
         checkpoint = folders.automatic_folder(parent, number)
-    _report_leftovers(parent, None if is_automatic else checkpoint.name)
+    for path in folders.remove_leftovers(parent, None if is_automatic else checkpoint.name):
+        logger.warning("Removed %s, a save that was interrupted before it was complete.", path)
     target = Target(
         checkpoint, uuid.uuid4().hex[:16], is_automatic, total_limit=configuration.total_limit
     )
     (target.data / TENSORS).mkdir(parents=True)
     (target.data / "ranks").mkdir()
     return target
-
-
-def _report_leftovers(parent: Path, name: str | None) -> None:
-    for path in folders.remove_leftovers(parent, name):
-        logger.warning("Removed %s, a save that was interrupted before it was complete.", path)
 
 
 def _check_shared(target: Target) -> None:

@@ -63,7 +63,7 @@ def _inspect(args: argparse.Namespace) -> tuple[Any, list[str], bool]:
 
     foreign = find_megatron_lm(args.folder)
     if foreign is not None:
-        facts = _megatron_lm_facts(foreign.folder, allow_pickle=args.allow_pickle)
+        facts = _megatron_lm_facts(foreign, allow_pickle=args.allow_pickle)
         return facts, _inspect_lines(facts), True
     manifest = read_manifest(args.folder)
     metadata = read_metadata(
@@ -144,7 +144,7 @@ def _validate(args: argparse.Namespace) -> tuple[Any, list[str], bool]:
 
     foreign = find_megatron_lm(args.folder)
     if foreign is not None:
-        return _validate_megatron_lm(foreign.folder)
+        return _validate_megatron_lm(foreign)
     manifest = read_manifest(args.folder)
     problems = file_problems(args.folder, manifest, sorted(manifest.files))
     if not problems:
