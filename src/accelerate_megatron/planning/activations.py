@@ -56,10 +56,9 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout, work: Workload) ->
     """
     tokens = work.micro_batch_size * work.seq_length / layout.cp_size
     size, t = PARAMETER_BYTES[work.precision], layout.tp_size
-    replicated_split = t if layout.sequence_parallel else 1
     hidden = shape.hidden_size
     if work.recompute == "full":
-        return tokens * hidden * size / replicated_split
+        return tokens * hidden * size / layout.sequence_split_over
     # The inputs of norms, and of the linear layers that follow them.
     low_rank = (shape.latent.key_value_rank + (shape.latent.query_rank or 0)) if shape.latent else 0
     replicated = (2 * hidden + low_rank) * (norm_bytes(shape, work) + size)
@@ -70,7 +69,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout, work: Workload) ->
     scores = shape.num_attention_heads * LOG_SUM_BYTES
     if work.recompute == "selective":
         scores = 0
-    of_tokens = (replicated + dropouts) / replicated_split + (split + scores) / t
+    of_tokens = (replicated + dropouts) / layout.sequence_split_over + (split + scores) / t
     return tokens * of_tokens + _rotation_bytes(shape, layout, work)
 
 

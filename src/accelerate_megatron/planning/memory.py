@@ -89,10 +89,10 @@ def _largest_of_the_moment(
 def _head_bytes(shape: ModelShape, layout: Layout, work: Workload) -> float:
     """Return the bytes of the final norm's input, the output layer's, and the logits."""
     tokens = work.micro_batch_size * work.seq_length / layout.cp_size
-    split = layout.tp_size if layout.sequence_parallel else 1
     output_input = tokens * shape.hidden_size * PARAMETER_BYTES[work.precision]
     norm_input = tokens * shape.hidden_size * norm_bytes(shape, work)
-    return (norm_input + output_input) / split + logits_bytes(shape, layout, work)
+    inputs = (norm_input + output_input) / layout.sequence_split_over
+    return inputs + logits_bytes(shape, layout, work)
 
 
 def _optimizer_bytes(parameters: RankParameters, layout: Layout, work: Workload) -> int:

@@ -37,7 +37,8 @@ def bytes_of_stage(
     assert shape.encoder_decoder is not None
     in_encoder, in_decoder = stages_of_blocks(shape, layout)
     total, largest = 0.0, 0.0
-    encoded = work.micro_batch_size * work.seq_length * shape.hidden_size / _split(layout)
+    tokens = work.micro_batch_size * work.seq_length / layout.sequence_split_over
+    encoded = tokens * shape.hidden_size
     if stage in in_encoder:
         layer = layer_activation_bytes(shape, layout, work) + _scores(shape, layout, work)
         layers = shape.encoder_decoder.num_encoder_layers // len(in_encoder)
@@ -54,10 +55,6 @@ def bytes_of_stage(
         total += encoded * PARAMETER_BYTES[work.precision]
         largest = max(largest, layer)
     return total, largest
-
-
-def _split(layout: Layout) -> int:
-    return layout.tp_size if layout.sequence_parallel else 1
 
 
 def _position_bytes(shape: ModelShape, layout: Layout, work: Workload) -> float:
@@ -86,4 +83,4 @@ def _cross_attention_bytes(shape: ModelShape, layout: Layout, work: Workload) ->
     # Queries and outputs, keys and values.
     attention = size * width * 2 * (tokens + encoded)
     sums = tokens * shape.num_attention_heads * LOG_SUM_BYTES
-    return norm / _split(layout) + (attention + sums) / layout.tp_size
+    return norm / layout.sequence_split_over + (attention + sums) / layout.tp_size
