@@ -265,6 +265,17 @@ def test_a_file_without_sizes_is_what_transformers_makes_of_it(
     assert family.shape(read_config(tmp_path)) == family.shape(config)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_file_that_transformers_wrote_is_read_as_it_reads_it(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = TinyModel(model_type).config()
+    config.save_pretrained(tmp_path)
+
+    family = FAMILIES[model_type]
+    assert family.shape(read_config(tmp_path)) == family.shape(config)
+
+
 def test_an_older_file_of_t5_v1_1_has_a_head_of_its_own_and_no_scale(tmp_path: Path) -> None:
     content = {"model_type": "t5", "tie_word_embeddings": False, "num_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(content))

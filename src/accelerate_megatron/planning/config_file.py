@@ -45,6 +45,8 @@ def read_config(path: Path) -> ConfigFile:
         values["rope_parameters"] = _rope_parameters(values)
     # transformers writes the labels' names, and counts them when it reads them.
     values.setdefault("num_labels", len(values.get("id2label") or _TWO_LABELS))
+    if "num_local_experts" in values:  # transformers 5 writes it for Qwen3-MoE's `num_experts`
+        values.setdefault("num_experts", values["num_local_experts"])
     if "num_attention_heads" in values:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
     return ConfigFile(**values)
