@@ -162,19 +162,12 @@ def _options(
         script_args=tuple(command_line.script_args),
         is_module=args.module,
         drop_in=args.drop_in,
-        num_processes=job.get("num_processes"),
-        num_machines=job.get("num_machines", 1),
-        machine_rank=job.get("machine_rank", 0),
-        main_process_ip=job.get("main_process_ip"),
-        cpu=job.get("cpu", False),
-        mixed_precision=job.get("mixed_precision"),
-        port=job.get("main_process_port", 0),
         threads=args.threads,
         allocator=args.allocator or "keep",
-        max_restarts=job.get("max_restarts", 0),
         plugin=plugin,
         env=file.env,
         notes=tuple(precedence_note(overruled + also)),
+        **job,
     )
 
 
@@ -188,7 +181,7 @@ def _check_script(command_line: CommandLine, *, is_module: bool) -> None:
 
 def _check_port(options: LaunchOptions) -> None:
     """Refuse a port that is taken, which the ranks would otherwise find out one by one."""
-    port = options.port
+    port = options.main_process_port
     if not 0 <= port < 65536:
         raise UsageError(f"--main_process_port {port}: a port is between 1 and 65535, or 0.")
     if port == 0 or options.machine_rank > 0:

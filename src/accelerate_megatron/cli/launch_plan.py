@@ -31,10 +31,9 @@ class LaunchOptions:
     script: str
     script_args: tuple[str, ...]
     is_module: bool
-    num_processes: int | None
-    cpu: bool
-    mixed_precision: str | None
-    port: int
+    num_processes: int | None = None
+    cpu: bool = False
+    mixed_precision: str | None = None
     threads: int | None
     allocator: str = "keep"
     """"keep": on CPU, memory of freed tensors stays with the process; "default": as libc does."""
@@ -43,6 +42,8 @@ class LaunchOptions:
     machine_rank: int = 0
     """Which of the machines this one is."""
     main_process_ip: str | None = None
+    main_process_port: int = 0
+    """0: a free one, on one machine."""
     drop_in: bool = False
     """Whether Accelerate's names mean this package's in the script."""
     plugin: Mapping[str, str]
@@ -220,7 +221,7 @@ def _check_machines(options: LaunchOptions) -> None:
             f"--num_machines {machines} needs --main_process_ip: the address of machine 0, the "
             "same on all of them."
         )
-    if not options.port:
+    if not options.main_process_port:
         raise UsageError(
             f"--num_machines {machines} needs --main_process_port: a port that is free on machine "
             "0, the same on all of them. 0 picks one on a single machine only."
@@ -249,10 +250,10 @@ def _meeting(options: LaunchOptions) -> list[str]:
             f"--nnodes={options.num_machines}",
             f"--node-rank={options.machine_rank}",
             f"--master-addr={options.main_process_ip}",
-            f"--master-port={options.port}",
+            f"--master-port={options.main_process_port}",
         ]
-    if options.port:
-        return ["--master-addr=127.0.0.1", f"--master-port={options.port}"]
+    if options.main_process_port:
+        return ["--master-addr=127.0.0.1", f"--master-port={options.main_process_port}"]
     # The address is given because torchrun would otherwise ask the resolver for this
     # machine's name, which containers often cannot answer.
     return ["--local-addr=127.0.0.1", "--standalone"]
