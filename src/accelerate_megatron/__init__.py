@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     )
     from accelerate_megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
     from accelerate_megatron.training.bert import BertTrainStep as BertTrainStep
+    from accelerate_megatron.training.gather import (
+        avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    )
+    from accelerate_megatron.training.gather import (
+        gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+    )
     from accelerate_megatron.training.gpt import GPTTrainStep as GPTTrainStep
     from accelerate_megatron.training.indexed import (
         MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
-    )
-    from accelerate_megatron.training.reduce import (
-        avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    )
-    from accelerate_megatron.training.reduce import (
-        gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     )
     from accelerate_megatron.training.scheduler import (
         MegatronLMDummyScheduler as MegatronLMDummyScheduler,
@@ -47,8 +47,8 @@ _HOME_OF = {
     "MegatronLMPlugin": "plugin",
     "T5TrainStep": "training.t5",
     "add_model_config_to_megatron_parser": "models.registering",
-    "avg_losses_across_data_parallel_group": "training.reduce",
-    "gather_across_data_parallel_groups": "training.reduce",
+    "avg_losses_across_data_parallel_group": "training.gather",
+    "gather_across_data_parallel_groups": "training.gather",
 }
 
 __all__ = ["__version__", *_HOME_OF]

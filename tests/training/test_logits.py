@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate_megatron import Accelerator, MegatronLMPlugin
-from accelerate_megatron.training.reduce import gather_across_data_parallel_groups
+from accelerate_megatron.training.gather import gather_across_data_parallel_groups
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_encoders import encoder_samples, pad_encoder_samples
 from tests.helpers.tiny_models import VOCAB_SIZE, TinyModel, pad_samples, ragged_samples

@@ -29,7 +29,6 @@ from accelerate_megatron.training.train_step import (
     ForwardStepFunction,
     LossFunction,
     accelerator_and_args,
-    call_either_way,
 )
 
 BertBatch = tuple[
@@ -79,29 +78,21 @@ class BertTrainStep(AbstractTrainStep):
                 "The train step got no args. A custom_train_step_class is given (accelerator, "
                 "args), or args alone; hand them on to super().__init__."
             )
-        plugin = accelerator.state.megatron_lm_plugin
         self.head: str = args.bert_head
         self._labels = RowLabels(num_labels=args.num_labels, problem_type=args.problem_type)
-        self._is_per_token = plugin.calculate_per_token_loss
+        self._is_per_token = accelerator.state.megatron_lm_plugin.calculate_per_token_loss
         self._counts: tuple[float, float] | None = None
         self.model_output_class = _OUTPUTS[self.head]
         if self.head == "pretraining" and args.model_type_name == "megatron-bert":
             self.model_output_class = MegatronBertForPreTrainingOutput
-        self._set_keys(plugin.custom_get_batch_function is not None)
-        self.get_batch = plugin.custom_get_batch_function or call_either_way(
-            self.get_batch_func, accelerator, plugin.megatron_dataset_flag
-        )
-        self.loss_func = plugin.custom_loss_function or call_either_way(
-            self.get_loss_func, accelerator, args.pretraining_flag, args.num_labels
-        )
-        self.forward_step = call_either_way(
-            self.get_forward_step_func, args.pretraining_flag, args.bert_binary_head
-        )
-
-    def _set_keys(self, reads_any: bool) -> None:
         extra = ("next_sentence_label",) if self.head == "pretraining" else ()
-        self.batch_keys = None if reads_any else (*_TOKEN_KEYS, *extra)
-        self.required_keys = ("input_ids",) if reads_any else ("input_ids", "labels", *extra)
+        self.batch_keys = (*_TOKEN_KEYS, *extra)
+        self.required_keys = ("input_ids", "labels", *extra)
+        self._take_functions(
+            accelerator,
+            of_loss=(args.pretraining_flag, args.num_labels),
+            of_step=(args.pretraining_flag, args.bert_binary_head),
+        )
 
     def begin(
         self,

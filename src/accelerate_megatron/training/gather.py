@@ -1,13 +1,15 @@
-"""Collecting tensors over the data-parallel ranks, as `Accelerator.gather` and its kin do."""
+"""Tensors over the data-parallel ranks: `Accelerator.gather` and its kin, and means for steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils.operations import recursively_apply
 
+from accelerate_megatron import engine
 from accelerate_megatron.errors import ConfigurationError, UnsupportedError
 
 _LARGEST_DIM = 16
@@ -124,3 +126,25 @@ def reduce_tensors(tensors: Any, group: dist.ProcessGroup, reduction: str, scale
         return (total / group.size() if reduction == "mean" else total) * scale
 
     return recursively_apply(reduce, tensors, error_on_other_type=True)
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of each loss over the data-parallel ranks, in one tensor.
+
+    Every rank of a data-parallel group calls it with the same number of losses and gets
+    the same result. To be called inside a train step's loss function.
+
+    Args:
+        losses: Scalar tensors.
+    """
+    stacked = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    return engine.mean_over_data_parallel(stacked)
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Concatenate rows over the data-parallel ranks, in rank order; all of them call it.
+
+    Args:
+        tensor: A tensor, or lists, tuples and dicts of them; a scalar counts as one row.
+    """
+    return gather_rows(tensor, engine.data_parallel_group())

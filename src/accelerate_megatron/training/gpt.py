@@ -16,7 +16,6 @@ from accelerate_megatron.training.train_step import (
     ForwardStepFunction,
     LossFunction,
     accelerator_and_args,
-    call_either_way,
 )
 
 GPTBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor]
@@ -51,16 +50,7 @@ class GPTTrainStep(AbstractTrainStep):
         super().__init__("GPTTrainStep")
         accelerator, args = accelerator_and_args(accelerator, args)
         self._eod_token = getattr(args, "eos_token_id", None)
-        plugin = accelerator.state.megatron_lm_plugin
-        if plugin.custom_get_batch_function is not None:
-            self.batch_keys, self.required_keys = None, ("input_ids",)
-        self.get_batch = plugin.custom_get_batch_function or call_either_way(
-            self.get_batch_func, accelerator, plugin.megatron_dataset_flag
-        )
-        self.loss_func = plugin.custom_loss_function or call_either_way(
-            self.get_loss_func, accelerator
-        )
-        self.forward_step = self.get_forward_step_func()
+        self._take_functions(accelerator)
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> BatchFunction:
         """Return the function that turns the next micro-batch into a `GPTBatch`."""

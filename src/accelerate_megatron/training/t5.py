@@ -17,7 +17,6 @@ from accelerate_megatron.training.train_step import (
     ForwardStepFunction,
     LossFunction,
     accelerator_and_args,
-    call_either_way,
 )
 
 T5Batch = tuple[
@@ -65,19 +64,10 @@ class T5TrainStep(AbstractTrainStep):
         accelerator, args = accelerator_and_args(accelerator, args)
         self.decoder_start_token_id: Any = getattr(args, "decoder_start_token_id", None)
         self.pad_token_id: Any = getattr(args, "pad_token_id", None)
-        plugin = accelerator.state.megatron_lm_plugin
-        if plugin.custom_get_batch_function is not None:
-            self.batch_keys, self.required_keys = None, ("input_ids",)
-        elif None in (self.decoder_start_token_id, self.pad_token_id):
+        if None in (self.decoder_start_token_id, self.pad_token_id):
             # Nothing to make them of; a batch without them is refused where it is fetched.
             self.required_keys = ("input_ids", "labels", "decoder_input_ids")
-        self.get_batch = plugin.custom_get_batch_function or call_either_way(
-            self.get_batch_func, accelerator, plugin.megatron_dataset_flag
-        )
-        self.loss_func = plugin.custom_loss_function or call_either_way(
-            self.get_loss_func, accelerator
-        )
-        self.forward_step = self.get_forward_step_func()
+        self._take_functions(accelerator)
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:

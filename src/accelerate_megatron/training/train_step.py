@@ -115,6 +115,24 @@ class AbstractTrainStep(ABC):
             sum_over_replicas: Adds up a tensor over the data-parallel ranks.
         """
 
+    def _take_functions(
+        self, accelerator: Any, of_loss: tuple[Any, ...] = (), of_step: tuple[Any, ...] = ()
+    ) -> None:
+        """Set the three functions: the plugin's custom ones, else those that the methods return.
+
+        `get_loss_func` is given `of_loss` besides, `get_forward_step_func` is given `of_step`.
+        """
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_get_batch_function is not None:
+            self.batch_keys, self.required_keys = None, ("input_ids",)
+        self.get_batch = plugin.custom_get_batch_function or call_either_way(
+            self.get_batch_func, accelerator, plugin.megatron_dataset_flag
+        )
+        self.loss_func = plugin.custom_loss_function or call_either_way(
+            self.get_loss_func, accelerator, *of_loss
+        )
+        self.forward_step = call_either_way(self.get_forward_step_func, *of_step)
+
     @abstractmethod
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> BatchFunction:
         """Return a function (data iterator) -> what `forward_step` unpacks."""
