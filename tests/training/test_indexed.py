@@ -322,6 +322,43 @@ def test_datasets_of_ones_own_are_used(two_files: list[str]) -> None:
     assert rows == torch.arange(3 * SEQ_LENGTH).reshape(3, SEQ_LENGTH).tolist()
 
 
+class _Drawn:
+    """Rows from a generator of the dataset's own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, _index: int) -> dict[str, torch.Tensor]:
+        row = torch.randint(1, 50, (SEQ_LENGTH,), generator=self.generator)
+        return {"input_ids": row, "labels": row}
+
+
+def drawn_rows(prefix: str, state: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+    """Return the position after two batches and the rows after it; or those after `state`."""
+    plugin = {
+        "custom_megatron_datasets_provider_function": lambda _sizes: [_Drawn(), _Drawn(), None],
+        "train_iters": 5,
+    }
+    _, _, (train, _, _) = prepare(prefix, plugin)
+    if state is not None:
+        train.load_state_dict(state)
+        return state, real_rows(train)
+    batches = iter(train)
+    list(islice(batches, 2))
+    return train.state_dict(), real_rows(batches)
+
+
+def test_datasets_of_ones_own_that_draw_are_fetched_again_to_go_on(two_files: list[str]) -> None:
+    ((state, rest),) = run_ranks(drawn_rows, two_files[0], None, num_ranks=1)
+    ((_, resumed),) = run_ranks(drawn_rows, two_files[0], state, num_ranks=1)
+
+    assert len(rest) == 3 * 4
+    assert resumed == rest
+
+
 def evaluations(prefix: str, plugin: dict[str, Any]) -> Any:
     """Return the sizes that the datasets are built with, and the steps of two evaluations."""
     rows = [{"input_ids": row, "labels": row} for row in torch.ones(64, SEQ_LENGTH).long()]

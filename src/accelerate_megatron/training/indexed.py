@@ -196,12 +196,16 @@ class IndexedSplits:
     lengths: Sequence[int]
     pad: int = 0
     """The model's padding token, which masked samples are filled with."""
+    are_own: bool = False
+    """Whether the datasets are of a user's own function, and may draw random numbers."""
 
     def loader(self, number: int) -> DataLoader[Any]:
         """Return the plain DataLoader of split `number`."""
         length, data = self.lengths[number], self.data
+        samples: Any = self._samples(number)
+        samples.draws_nothing = not self.are_own
         return DataLoader(
-            self._samples(number),
+            samples,
             batch_size=data.micro_batch_size,
             sampler=Windows(length, data.windows[number]),
             num_workers=data.num_workers,
@@ -280,7 +284,9 @@ def build_splits(
     lengths = [[_length(d, size) for d, size in zip(datasets, data.sizes, strict=True)]]
     dist.broadcast_object_list(lengths, src=0)
     pad = accelerator._running.step_arguments.pad_token_id or 0
-    return IndexedSplits(data, datasets, lengths[0], pad)
+    is_own_class = type(dummy) is not MegatronLMDummyDataLoader
+    are_own = is_own_class or plugin.custom_megatron_datasets_provider_function is not None
+    return IndexedSplits(data, datasets, lengths[0], pad, are_own)
 
 
 def _checked(datasets: Any) -> Sequence[Any]:
