@@ -459,3 +459,12 @@ def test_the_newest_checkpoint_stays_whatever_the_limit(limit: int, tmp_path: Pa
     folders.keep_newest(tmp_path, limit)
 
     assert names(tmp_path) == ["checkpoint_1"]
+
+
+def test_numbered_checkpoints_leave_another_jobs_save_alone(tmp_path: Path) -> None:
+    for name in (".best.saving-1", ".checkpoint_1.saving-1", ".checkpoint_0.deleting"):
+        (tmp_path / name).mkdir()
+
+    folders.remove_leftovers(tmp_path, None)
+
+    assert names(tmp_path) == [".best.saving-1"]

@@ -157,12 +157,12 @@ def remove_leftovers(parent: Path, name: str | None) -> list[Path]:
 
     Args:
         parent: The folder of the checkpoints.
-        name: The one checkpoint that the lock is for; None for all in `parent`.
+        name: The one checkpoint that the lock is for; None for all numbered ones.
     """
     removed = []
     for entry in _names(parent):
         match = _SAVING.match(entry) or _DELETING.match(entry)
-        if match and name in (None, match["name"]):
+        if match and (match["name"] == name if name else _AUTOMATIC.match(match["name"])):
             shutil.rmtree(parent / entry)
             if _SAVING.match(entry):
                 removed.append(parent / entry)
