@@ -49,65 +49,6 @@ def sparse_problems(config: Any) -> list[str]:
     ]
 
 
-def group_problems(config: Any) -> list[str]:
-    """Refuse limits on groups of experts that the engine's router reads otherwise.
-
-    transformers chooses groups by the sum of their two best experts, Megatron-Core by that of
-    their num_experts_per_tok / topk_group best ones.
-
-    Source: megatron-core 0.16.1, transformer/moe/moe_utils.py, group_limited_topk.
-    """
-    name = type(config).__name__
-    groups, chosen = required(config, "n_group"), required(config, "topk_group")
-    num_experts, top_k = required(config, "n_routed_experts"), config.num_experts_per_tok
-    if groups == 1:
-        return []
-    problems = []
-    if num_experts % groups or not 1 <= chosen <= groups:
-        problems.append(
-            f"{name}.n_group is {groups} and topk_group is {chosen}: n_group must divide the "
-            f"{num_experts} experts, and topk_group must be from 1 to n_group."
-        )
-    elif top_k // chosen != 2:
-        problems.append(
-            f"{name}.num_experts_per_tok is {top_k} and topk_group is {chosen}: with groups of "
-            "experts, Megatron-Core's router agrees with transformers' only where "
-            "num_experts_per_tok is twice topk_group."
-        )
-    return problems
-
-
-def sigmoid_problems(config: Any) -> list[str]:
-    """Refuse a sigmoid router whose weights are not made to add up to 1; empty when they are."""
-    if required(config, "norm_topk_prob") or required(config, "num_experts_per_tok") == 1:
-        return []
-    return [
-        f"{type(config).__name__}.norm_topk_prob is False: Megatron-Core's sigmoid router always "
-        "makes the weights of the chosen experts add up to 1; set norm_topk_prob to True."
-    ]
-
-
-def shared_problems(config: Any) -> list[str]:
-    """Refuse a model without a shared expert where the family always has one."""
-    if required(config, "n_shared_experts") >= 1:
-        return []
-    return [
-        f"{type(config).__name__}.n_shared_experts is {config.n_shared_experts}; it must be at "
-        "least 1."
-    ]
-
-
-def dense_first_problems(config: Any) -> list[str]:
-    """Refuse a number of dense first layers that leaves none with experts."""
-    dense, num_layers = required(config, "first_k_dense_replace"), config.num_hidden_layers
-    if 0 <= dense < num_layers:
-        return []
-    return [
-        f"{type(config).__name__}.first_k_dense_replace is {dense}: of the {num_layers} layers "
-        f"one at least must have experts; it can be 0 to {num_layers - 1}."
-    ]
-
-
 def top_k_problems(config: Any, *, num_experts: int, normalized: bool) -> list[str]:
     """Refuse numbers of chosen experts that the engine's router cannot do.
 
