@@ -31,9 +31,11 @@ LAYOUTS = [
 # Four key/value heads, so that TP4 can split them; grouped queries have tests of their own.
 MODELS = [
     pytest.param(TinyModel("gpt2"), id="gpt2-tied"),
-    pytest.param(TinyModel("gpt2", tied=False), id="gpt2-untied"),
+    pytest.param(TinyModel("gpt2", tied=False), id="gpt2-untied", marks=pytest.mark.slow),
     pytest.param(
-        TinyModel("llama", tied=True, changes={"num_key_value_heads": 4}), id="llama-tied"
+        TinyModel("llama", tied=True, changes={"num_key_value_heads": 4}),
+        id="llama-tied",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         TinyModel("llama", tied=False, changes={"num_key_value_heads": 4}), id="llama-untied"
