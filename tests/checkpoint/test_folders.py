@@ -24,6 +24,15 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.training import LayoutCase
 
 AUTOMATIC = {1: "", 2: "", 3: "", 4: ""}
+MANIFEST = Manifest(
+    checkpoint_id="1",
+    folder="state-1",
+    step=1,
+    created=0.0,
+    has_optimizer=False,
+    run={},
+    files={},
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -113,15 +122,6 @@ def test_a_failure_of_the_commit_itself_leaves_the_old_checkpoint(
     (old / "state-0").mkdir(parents=True)
     (old / MANIFEST_NAME).write_text("old")
     (temporary / "state-1").mkdir(parents=True)
-    manifest = Manifest(
-        checkpoint_id="1",
-        folder="state-1",
-        step=1,
-        created=0.0,
-        has_optimizer=False,
-        run={},
-        files={},
-    )
 
     def fail(source: Path, target: Path) -> None:
         raise OSError("the disk is gone")
@@ -129,7 +129,7 @@ def test_a_failure_of_the_commit_itself_leaves_the_old_checkpoint(
     monkeypatch.setattr(folders, "replace_file", lambda *_: None)
     monkeypatch.setattr(folders.os, "replace", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        folders.commit(temporary, old, manifest)
+        folders.commit(temporary, old, MANIFEST)
 
     assert names(old) == [MANIFEST_NAME, "state-0"]
     assert (old / MANIFEST_NAME).read_text() == "old"
@@ -423,17 +423,8 @@ def test_a_read_only_output_folder_is_refused(tmp_path: Path) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_a_number_that_is_none_damages_a_manifest(change: dict[str, Any], tmp_path: Path) -> None:
-    manifest = Manifest(
-        checkpoint_id="1",
-        folder="state-1",
-        step=1,
-        created=0.0,
-        has_optimizer=False,
-        run={},
-        files={},
-    )
     (tmp_path / "checkpoint_0").mkdir()
-    text = json.dumps(json.loads(manifest.to_json()) | change)
+    text = json.dumps(json.loads(MANIFEST.to_json()) | change)
     (tmp_path / "checkpoint_0" / MANIFEST_NAME).write_text(text)
 
     [found] = folders.find_checkpoints(tmp_path)
